@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+import numpy as np
+import numpy.typing as npt
+
+_Table = npt.NDArray[np.void]
+
+def copy_level() -> int: ...
+def copy_items(
+    runs: _Table,
+    classes: _Table,
+    items: _Table,
+    num_blocks: int,
+    to_value: bool,
+    level: int,
+) -> None: ...
+def fill_items(
+    block_ids: npt.NDArray[np.int64],
+    mask: npt.NDArray[np.uint8] | None,
+    num_blocks: int,
+    class_id: int,
+    value_ptr: int,
+    value_step: int,
+    out: _Table,
+) -> int: ...
+def simulate_copy(
+    runs: _Table,
+    tiles: _Table,
+    spans: _Table,
+    items: _Table,
+    to_value: bool,
+    num_warps: int,
+) -> int: ...
+def divide(n: int, multiplier: int, shift: int) -> int: ...
+def struct_bytes() -> dict[str, int]: ...
