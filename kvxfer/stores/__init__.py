@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stores: batched maps from key bytes to value bytes, behind one contract.
+
+``open_store`` turns a URI into a ``Store``. ``base`` is the contract that every backend keeps and
+that ``tests/contract`` checks; ``uri`` parses; ``lmdb`` is the embedded backend:
+
+    LmdbStore (lmdb)            arguments, outcomes, counters: what callers see
+      Handle (lmdb_handle)      one open LMDB environment per process and folder, counted
+        StoreFolder             the folder's files: prepared, trusted or set aside, shared between
+          (lmdb_files)          processes by FileLocks (lmdb_locks); lmdb_check is its child process
+        Reader (lmdb_reader)    exists and get: short read transactions
+        Writer (lmdb_writer)    put and remove: short write transactions, one at a time per host
+          Ledger (lmdb_ledger)  what the values cost and in which order they leave
+        UseTable                leases and last uses, shared by all processes, written without
+          (lmdb_uses)           a transaction
+
+Callers are ``lookup`` (exists), ``transfer`` (get, put) and ``worker`` (open, remove, close). A
+store knows nothing of blocks or engines; ``keys`` gives the key bytes their meaning.
+"""
+
+from __future__ import annotations
+
+from kvxfer.errors import ConfigError, UnsupportedError
+from kvxfer.stores.base import Outcome, Store, StoreStats
+from kvxfer.stores.uri import parse_uri
+
+__all__ = ["Outcome", "Store", "StoreStats", "open_store"]
+
+
+def open_store(uri: str) -> Store:
+    """Open the store that ``uri`` names, e.g. ``lmdb:///var/cache/kvxfer?capacity=8GiB``.
+
+    ``lmdb://`` alone takes the default folder and a capacity that fits its disk. ``ConfigError``
+    for a malformed URI or an unknown option, ``UnsupportedError`` for a backend that this version
+    lacks, ``StoreError`` where the backend cannot be opened.
+    """
+    parsed = parse_uri(uri)
+    if parsed.scheme == "lmdb":
+        from kvxfer.stores.lmdb import LmdbStore  # noqa: PLC0415  # only users of it need LMDB
+
+        return LmdbStore.open(parsed)
+    if parsed.scheme == "mooncake":
+        raise UnsupportedError(
+            f"store {uri!r}: this version has only the lmdb store; set "
+            '{"store": "lmdb:///path?capacity=8GiB"} in kv_connector_extra_config'
+        )
+    raise ConfigError(
+        f"store {uri!r} has scheme {parsed.scheme!r}; write lmdb:///path?capacity=8GiB"
+    )

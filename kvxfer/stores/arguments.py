@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Argument checks that every backend makes: the only exceptions that a batch raises."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+MOST_KEY_BYTES = 511
+
+
+def check_keys(keys: Sequence[bytes]) -> None:
+    """Raise ``ValueError`` for the first key that is not bytes or not 1 to 511 of them."""
+    lengths = set(map(len, keys)) if set(map(type, keys)) <= {bytes} else {0}
+    if lengths and not 1 <= min(lengths) <= max(lengths) <= MOST_KEY_BYTES:
+        raise ValueError(_first_bad_key(keys))
+
+
+def check_prefix(prefix: bytes) -> None:
+    """Raise ``ValueError`` for a prefix that is not bytes."""
+    if not isinstance(prefix, bytes):
+        raise ValueError(f"prefix is {type(prefix).__name__}, not bytes")
+
+
+def byte_views(
+    buffers: Sequence[memoryview], name: str, num_keys: int, *, writable: bool
+) -> list[memoryview]:
+    """Return the buffers as one-dimensional byte views; ``ValueError`` names the first bad one."""
+    if len(buffers) != num_keys:
+        raise ValueError(f"{num_keys} keys, but {len(buffers)} {name}")
+    return [
+        byte_view(buffer, f"{name}[{idx}]", writable=writable) for idx, buffer in enumerate(buffers)
+    ]
+
+
+def byte_view(buffer: memoryview, name: str, *, writable: bool) -> memoryview:
+    """Return the buffer as a one-dimensional byte view, writable where that is asked for."""
+    try:
+        view = memoryview(buffer)
+    except TypeError:
+        raise ValueError(f"{name} is {type(buffer).__name__}, not a buffer") from None
+    if not view.c_contiguous:
+        raise ValueError(f"{name} is not contiguous")
+    if writable and view.readonly:
+        raise ValueError(f"{name} is read-only")
+    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+
+
+def _first_bad_key(keys: Sequence[bytes]) -> str:
+    for idx, key in enumerate(keys):
+        if type(key) is not bytes:
+            return f"keys[{idx}] is {type(key).__name__}, not bytes"
+        if not 1 <= len(key) <= MOST_KEY_BYTES:
+            return f"keys[{idx}] has {len(key)} bytes, not 1 to {MOST_KEY_BYTES}"
+    raise AssertionError("every key is in order")

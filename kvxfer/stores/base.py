@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract of a store: what every backend promises, whatever lies behind it."""
+
+from __future__ import annotations
+
+import abc
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class Outcome(enum.IntEnum):
+    """How one key of a batch fared. Only ``OK`` means that the bytes are where they should be."""
+
+    OK = 0
+    EXISTS = 1
+    """A put found the key present and left it as it was: a success, same key, same bytes."""
+    MISSING = 2
+    WRONG_SIZE = 3
+    """The stored value has another size than the target; the target is untouched."""
+    NO_SPACE = 4
+    FAILED = 5
+    """The backend failed; the reason was logged and counted."""
+    CLOSED = 6
+
+    @property
+    def stored(self) -> bool:
+        """Whether the value is in the store after a put."""
+        return self in (Outcome.OK, Outcome.EXISTS)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """Counters since the store was opened, and what it holds now."""
+
+    num_values: int
+    used_bytes: int
+    capacity_bytes: int
+    counters: dict[str, int]
+    """By name, those that are not 0: ``exists_found``, ``exists_missing``, ``exists_failed``;
+    ``get_`` and ``put_`` with each ``Outcome``; ``evicted``; ``removed``."""
+
+
+class Store(abc.ABC):
+    """A batched map from key bytes to value bytes, shared by threads and possibly by processes.
+
+    Methods in the order of use: ``register`` buffers, then any number of ``exists``,
+    ``get_into``, ``put_from``, ``remove_prefix``, then ``close``. All may be called from any
+    thread at once. All are bounded in time and release the GIL while bytes move. A key that
+    fails costs that key only: batches never raise for what the backend did, only for wrong
+    arguments (``ValueError``), before anything was done. After ``close`` every key answers as
+    absent or ``CLOSED``.
+
+    Keys are 1 to 511 bytes; values 1 byte or more, whole or absent: a reader never sees part of
+    one. A batch lists keys in the order of a prefix, from its head: what does not fit or must
+    leave is taken from the tail.
+    """
+
+    @abc.abstractmethod
+    def register(self, buffer: memoryview) -> None:
+        """Announce a buffer that later targets and sources lie in; ``StoreError`` if refused."""
+
+    @abc.abstractmethod
+    def exists(self, keys: Sequence[bytes]) -> bytearray:
+        """Return one byte per key: 1 where a value is stored, else 0 (failures included).
+
+        A key answered with 1 is protected from eviction for the store's lease.
+        """
+
+    @abc.abstractmethod
+    def get_into(self, keys: Sequence[bytes], targets: Sequence[memoryview]) -> list[Outcome]:
+        """Copy each value into its target, a writable contiguous byte buffer of the same size.
+
+        ``OK``, ``MISSING``, ``WRONG_SIZE``, ``FAILED`` or ``CLOSED`` per key; a target is
+        written only for ``OK``.
+        """
+
+    @abc.abstractmethod
+    def put_from(self, keys: Sequence[bytes], sources: Sequence[memoryview]) -> list[Outcome]:
+        """Store a copy of each source; the sources are free again on return.
+
+        ``OK``, ``EXISTS``, ``NO_SPACE``, ``FAILED`` or ``CLOSED`` per key.
+        """
+
+    @abc.abstractmethod
+    def remove_prefix(self, prefix: bytes) -> int:
+        """Remove every key that starts with ``prefix`` and return how many; others survive.
+
+        ``StoreError`` where some may be left, so that a reset is never taken for done.
+        """
+
+    @abc.abstractmethod
+    def stats(self) -> StoreStats:
+        """Return counters and occupancy; after ``close`` those of its last moment."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Release the handle; idempotent, bounded in time."""

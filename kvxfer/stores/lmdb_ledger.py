@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The books of an LMDB store: what each value costs, and in which order values leave.
+
+Three LMDB databases change together, in one write transaction:
+
+    values   key -> value
+    order    rank -> cost and key; values leave from the lowest rank up
+    state    one record, ``Counters``
+
+A rank is (generation, inverse sequence number), big-endian. Generations are slices of written
+bytes, a 32nd of the limit each, and one put call belongs to one generation: values of similar
+age. Between generations the older leaves first; within one the later put leaves first, so that
+of a prefix the tail goes before its head.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import lmdb
+
+from kvxfer.stores.lmdb_check import COST, COUNTERS_KEY
+from kvxfer.stores.lmdb_uses import UseTable
+
+LIMIT_SHARE = 0.85
+"""Of the file that values may cost; the rest holds pages that are freed but not yet reusable,
+and fragments. Mixed sizes then meet MAP_FULL rarely (tests), and a retry handles it."""
+GENERATIONS = 32
+MOST_EXAMINED = 4096
+"""Order rows that one sweep looks at: 5 to 10 ms."""
+
+_COUNTERS = struct.Struct("<4Q")
+_RANK = struct.Struct(">2Q")
+_LAST = 2**64 - 1
+
+_PAGE_HEADER_BYTES = 16
+_NODE_BYTES = 10  # node header and its index
+_TREE_SLACK = 2  # leaf pages are at least half full on average
+
+
+class Tables(NamedTuple):
+    """Handles of the databases, in the order of ``DATABASES``."""
+
+    values: Any
+    order: Any
+    state: Any
+
+
+@dataclass(slots=True)
+class Counters:
+    """The record that every write transaction reads first and writes last."""
+
+    used_bytes: int = 0
+    next_sequence: int = 1
+    generation: int = 1
+    generation_bytes: int = 0
+
+    @classmethod
+    def load(cls, txn: Any, tables: Tables) -> Counters:
+        """Read the record of the transaction's snapshot."""
+        record = txn.get(COUNTERS_KEY, db=tables.state)
+        return cls(*_COUNTERS.unpack(record)) if record is not None else cls()
+
+    def save(self, txn: Any, tables: Tables) -> None:
+        """Write the record."""
+        record = _COUNTERS.pack(
+            self.used_bytes, self.next_sequence, self.generation, self.generation_bytes
+        )
+        txn.put(COUNTERS_KEY, record, db=tables.state)
+
+
+@dataclass(slots=True)
+class Batch:
+    """One put call: its generation and first sequence number, known from its first transaction."""
+
+    generation: int = 0
+    first_sequence: int = 0
+
+
+class Item(NamedTuple):
+    """One pair of a put; ``cost_bytes`` is what ``Ledger.cost_bytes`` says of it."""
+
+    key: bytes
+    source: memoryview
+    cost_bytes: int
+
+
+class Row(NamedTuple):
+    """One row of ``order``."""
+
+    rank: bytes
+    cost_bytes: int
+    key: bytes
+
+
+class Sweep(NamedTuple):
+    """What a sweep decided: rows to remove, and rows to move up with their new generation."""
+
+    victims: list[Row]
+    moves: list[tuple[Row, int]]
+
+
+class Ledger:
+    """Keeps the three databases of one store in step, inside the caller's write transactions."""
+
+    def __init__(self, tables: Tables, uses: UseTable, limit_bytes: int, page_bytes: int) -> None:
+        self.tables = tables
+        self.limit_bytes = limit_bytes
+        self._uses = uses
+        self._page_bytes = page_bytes
+
+    def cost_bytes(self, key_bytes: int, value_bytes: int) -> int:
+        """Return what a value takes of the file: whole pages, and its rows in the trees."""
+        rows = 2 * (_NODE_BYTES + key_bytes) + _RANK.size + COST.size
+        if _NODE_BYTES + key_bytes + value_bytes <= self._page_bytes // 2 - _PAGE_HEADER_BYTES:
+            return _TREE_SLACK * (rows + value_bytes)
+        num_pages = -(-(_PAGE_HEADER_BYTES + value_bytes) // self._page_bytes)
+        return num_pages * self._page_bytes + _TREE_SLACK * rows
+
+    def begin_batch(self, counters: Counters, batch: Batch) -> None:
+        """Give a put call its generation, on its first transaction."""
+        if batch.first_sequence:  # again after an aborted transaction, perhaps
+            counters.generation = max(counters.generation, batch.generation)
+            return
+        if counters.generation_bytes >= self.limit_bytes // GENERATIONS:
+            counters.generation += 1
+            counters.generation_bytes = 0
+        batch.generation = counters.generation
+        batch.first_sequence = counters.next_sequence
+
+    def insert(self, txn: Any, counters: Counters, batch: Batch, item: Item) -> bool:
+        """Add a value of the batch; False, and nothing copied, where the key is present."""
+        if not txn.put(item.key, item.source, overwrite=False, db=self.tables.values):
+            return False
+        rank = _RANK.pack(batch.generation, _LAST - counters.next_sequence)
+        txn.put(rank, COST.pack(item.cost_bytes) + item.key, db=self.tables.order)
+        counters.next_sequence += 1
+        counters.used_bytes += item.cost_bytes
+        counters.generation_bytes += item.cost_bytes
+        return True
+
+    def remove(self, txn: Any, counters: Counters, row: Row) -> None:
+        """Remove a value and its row."""
+        txn.delete(row.rank, db=self.tables.order)
+        txn.delete(row.key, db=self.tables.values)
+        counters.used_bytes -= row.cost_bytes
+
+    def choose(
+        self, txn: Any, counters: Counters, excess_bytes: int, batch: Batch, now_s: float
+    ) -> Sweep:
+        """Decide what leaves to free ``excess_bytes``; may fall short.
+
+        In rank order: a row of the batch itself is passed over; one under lease moves to the
+        present generation; one used since it got its rank moves to the generation of that use;
+        any other is a victim.
+        """
+        sweep = Sweep([], [])
+        cursor = txn.cursor(db=self.tables.order)
+        at_row = cursor.first()
+        for _ in range(MOST_EXAMINED):
+            if excess_bytes <= 0 or not at_row:
+                break
+            generation, inverse = _RANK.unpack(cursor.key())
+            if generation == batch.generation and _LAST - inverse >= batch.first_sequence:
+                at_row = cursor.set_range(_RANK.pack(generation, _LAST - batch.first_sequence + 1))
+                continue
+            row = _read_row(cursor)
+            target = self._generation_now_due(row.key, generation, counters, now_s)
+            if target is None:
+                sweep.victims.append(row)
+                excess_bytes -= row.cost_bytes
+            elif target > generation:
+                sweep.moves.append((row, target))
+            at_row = cursor.next()
+        return sweep
+
+    def apply(self, txn: Any, counters: Counters, sweep: Sweep) -> None:
+        """Carry out a sweep in the transaction that it was chosen in."""
+        for row in sweep.victims:
+            self.remove(txn, counters, row)
+        for row, generation in sweep.moves:
+            _, inverse = _RANK.unpack(row.rank)
+            txn.delete(row.rank, db=self.tables.order)
+            rank = _RANK.pack(generation, inverse)
+            txn.put(rank, COST.pack(row.cost_bytes) + row.key, db=self.tables.order)
+
+    def rows_after(self, txn: Any, rank: bytes, most: int) -> list[Row]:
+        """Return up to ``most`` rows whose rank is above ``rank`` (``b""``: from the first)."""
+        cursor = txn.cursor(db=self.tables.order)
+        at_row = cursor.set_range(rank + b"\0") if rank else cursor.first()
+        rows: list[Row] = []
+        while at_row and len(rows) < most:
+            rows.append(_read_row(cursor))
+            at_row = cursor.next()
+        return rows
+
+    def _generation_now_due(
+        self, key: bytes, generation: int, counters: Counters, now_s: float
+    ) -> int | None:
+        """Return the generation that the key belongs to by now; None if its turn has come."""
+        slot = self._uses.slot(key)
+        if self._uses.is_leased(slot, now_s):
+            return counters.generation
+        last_use = self._uses.last_use(slot)
+        return last_use if last_use > generation else None
+
+
+def _read_row(cursor: lmdb.Cursor) -> Row:
+    record = bytes(cursor.value())
+    return Row(bytes(cursor.key()), COST.unpack_from(record)[0], record[COST.size :])
