@@ -1,0 +1,11 @@
+from typing_extensions import Buffer
+
+import numpy as np
+from numpy.typing import NDArray
+
+def build_keys(
+    prefix: bytes, hashes: Buffer, hash_bytes: int, hash_idx: NDArray[np.int32]
+) -> list[bytes]: ...
+def pack_chunk_hashes(
+    block_hashes: list[bytes], first_idx: int, step: int, num_chunks: int
+) -> bytes: ...

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Store keys from packed block hashes: a cached prefix, then the hash in hexadecimal."""
+
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from libc.stdint cimport int32_t, uint8_t
+from libc.string cimport memcpy
+
+
+def build_keys(bytes prefix, const uint8_t[::1] hashes, Py_ssize_t hash_bytes,
+               const int32_t[::1] hash_idx):
+    """Return ``prefix + hashes[i].hex()`` for every ``i`` of ``hash_idx``, in its order.
+
+    ``hashes`` (n * hash_bytes,) uint8: hashes back to back. ``hash_idx`` (m,) int32, each in
+    [0, n). Raises IndexError for the first index outside, ValueError for a torn buffer.
+    """
+    cdef Py_ssize_t num_hashes, bad, i
+    if hash_bytes <= 0:
+        raise ValueError(f"hash_bytes is {hash_bytes}, must be positive")
+    if hashes.shape[0] % hash_bytes:
+        raise ValueError(f"hashes has {hashes.shape[0]} bytes, no multiple of {hash_bytes}")
+    num_hashes = hashes.shape[0] // hash_bytes
+    with nogil:
+        bad = _first_outside(hash_idx, num_hashes)
+    if bad >= 0:
+        raise IndexError(f"hash_idx[{bad}] is {hash_idx[bad]}, there are {num_hashes} hashes")
+    cdef list keys = [None] * hash_idx.shape[0]
+    for i in range(hash_idx.shape[0]):
+        keys[i] = _key(prefix, &hashes[hash_idx[i] * hash_bytes], hash_bytes)
+    return keys
+
+
+def pack_chunk_hashes(list block_hashes, Py_ssize_t first_idx, Py_ssize_t step,
+                      Py_ssize_t num_chunks):
+    """Return the hashes at ``first_idx``, ``first_idx + step``, ... as one bytes object.
+
+    ``block_hashes``: bytes objects of one length. Raises IndexError when the last position lies
+    outside the list, ValueError when a hash has another length than the first.
+    """
+    cdef Py_ssize_t width, i
+    cdef bytes one, packed
+    if num_chunks <= 0:
+        return b""
+    if first_idx < 0 or step <= 0 or first_idx + (num_chunks - 1) * step >= len(block_hashes):
+        raise IndexError(
+            f"{num_chunks} hashes from {first_idx} in steps of {step}, "
+            f"block_hashes has {len(block_hashes)}"
+        )
+    width = len(block_hashes[first_idx])
+    packed = PyBytes_FromStringAndSize(NULL, width * num_chunks)
+    cdef char *target = PyBytes_AS_STRING(packed)
+    for i in range(num_chunks):
+        one = block_hashes[first_idx + i * step]
+        if len(one) != width:
+            raise ValueError(
+                f"block_hashes[{first_idx + i * step}] has {len(one)} bytes, the first has {width}"
+            )
+        memcpy(target + i * width, PyBytes_AS_STRING(one), width)
+    return packed
+
+
+cdef Py_ssize_t _first_outside(const int32_t[::1] idx, Py_ssize_t bound) noexcept nogil:
+    cdef Py_ssize_t i
+    for i in range(idx.shape[0]):
+        if idx[i] < 0 or idx[i] >= bound:
+            return i
+    return -1
+
+
+cdef bytes _key(bytes prefix, const uint8_t *hash_ptr, Py_ssize_t hash_bytes):
+    cdef Py_ssize_t prefix_bytes = len(prefix), i
+    cdef bytes key = PyBytes_FromStringAndSize(NULL, prefix_bytes + 2 * hash_bytes)
+    cdef char *out = PyBytes_AS_STRING(key)
+    cdef const char *digits = b"0123456789abcdef"
+    memcpy(out, PyBytes_AS_STRING(prefix), prefix_bytes)
+    out += prefix_bytes
+    for i in range(hash_bytes):
+        out[2 * i] = digits[hash_ptr[i] >> 4]
+        out[2 * i + 1] = digits[hash_ptr[i] & 15]
+    return key

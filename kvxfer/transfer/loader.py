@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads: store -> staging -> KV cache, beside the engine's steps."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvxfer.blocks import Slot, scatter_items
+from kvxfer.stores import Outcome
+from kvxfer.transfer.base import Route, Transfer, refusals
+from kvxfer.transfer.jobs import Job, JobBoard, JobResult
+from kvxfer.transfer.pieces import Batch, Pieces
+from kvxfer.transfer.specs import LoadSpec
+
+logger = logging.getLogger(__name__)
+
+
+class Loader(Transfer[LoadSpec]):
+    """Fetches values and unpacks them into allocated blocks; worker side, one per rank.
+
+    Chunks are unpacked in prefix order: from the first chunk of which a value is missing, of
+    another size, late or refused, nothing counts, and ``take_valid_chunks`` tells how many
+    chunks before it are whole. A full queue fails the job.
+    """
+
+    def __init__(
+        self, board: JobBoard, route: Route, *, num_threads: int, max_queued: int, timeout_s: float
+    ) -> None:
+        self._lock = threading.Lock()
+        self._valid_chunks: dict[int, int] = {}  # guarded by _lock
+        super().__init__(
+            board,
+            route,
+            name="kvxfer-load",
+            num_threads=num_threads,
+            max_queued=max_queued,
+            timeout_s=timeout_s,
+            refused=JobResult.FAILED,
+        )
+
+    def take_valid_chunks(self, job_id: int) -> int:
+        """Return and forget how many leading chunks of an ended job are in their blocks."""
+        with self._lock:
+            return self._valid_chunks.pop(job_id, 0)
+
+    def close(self, timeout_s: float) -> None:
+        """Fail what no thread has begun, wait ``timeout_s`` for the rest, join the threads."""
+        self._threads.drop_queued()
+        super().close(timeout_s)
+
+    def _run(self, job: Job, spec: LoadSpec) -> JobResult:
+        pieces = Pieces.of(spec.chunks, self._route.spaces)
+        if len(pieces) == 0:
+            logger.error("no key space of this rank holds the chunks of load %d", spec.job_id)
+            return JobResult.FAILED
+        for batch in pieces.batches(self._route.staging.slot_bytes):
+            if not self._load_batch(job, pieces, batch):
+                return JobResult.FAILED
+        return JobResult.DONE
+
+    def _load_batch(self, job: Job, pieces: Pieces, batch: Batch) -> bool:
+        """Fetch and unpack one batch; False if a value failed or the job ended meanwhile."""
+        with self._slot(job) as slot:
+            if slot is None:
+                return False
+            fetched = self._fetch(pieces, batch, slot)
+            return self._unpack(job, pieces, batch, slot, fetched) and bool(fetched.all())
+
+    def _fetch(self, pieces: Pieces, batch: Batch, slot: Slot) -> NDArray[np.bool_]:
+        """Get the values of a batch; return (n,) which of them lie whole in the slot."""
+        keys = pieces.keys[batch.rows]
+        outcomes = self._route.store.get_into(keys, pieces.views(batch, slot.buffer))
+        fetched = np.zeros(len(keys), dtype=np.bool_)
+        answered = [outcome == Outcome.OK for outcome in outcomes or ()][: len(keys)]
+        fetched[: len(answered)] = answered
+        self.counts["values_loaded"] += int(fetched.sum())
+        self.counts["bytes_loaded"] += int(pieces.sizes[batch.rows][fetched].sum())
+        if not fetched.all():
+            logger.warning(
+                "%d of %d values were not loaded: %s",
+                len(keys) - int(fetched.sum()),
+                len(keys),
+                refusals(outcomes, len(keys)),
+            )
+        return fetched
+
+    def _unpack(
+        self, job: Job, pieces: Pieces, batch: Batch, slot: Slot, fetched: NDArray[np.bool_]
+    ) -> bool:
+        """Scatter what was fetched before the first failure; False if the job ended before."""
+        chunk_idx = pieces.chunk_idx[batch.rows]
+        num_whole = _num_whole_chunks(pieces, batch, fetched)
+        if not self._board.begin_copy(job):
+            return False
+        in_time = False
+        try:
+            scatter_items(
+                self._route.layout,
+                pieces.items(batch, slot.ptr)[fetched & _before_failure(chunk_idx, fetched)],
+            )
+            with self._lock:
+                self._valid_chunks[job.job_id] = num_whole
+        finally:
+            in_time = self._board.end_copy(job, last=False)
+        return in_time
+
+
+def _before_failure(chunk_idx: NDArray[np.int32], fetched: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return (n,) which values belong to chunks before the first that failed."""
+    if fetched.all():
+        return fetched
+    before: NDArray[np.bool_] = chunk_idx < chunk_idx[~fetched].min()
+    return before
+
+
+def _num_whole_chunks(pieces: Pieces, batch: Batch, fetched: NDArray[np.bool_]) -> int:
+    """Return how many chunks of the job are whole once this batch is unpacked."""
+    if not fetched.all():
+        return int(pieces.chunk_idx[batch.rows][~fetched].min())
+    if batch.stop == len(pieces):
+        return int(pieces.chunk_idx[-1]) + 1
+    return int(pieces.chunk_idx[batch.stop])

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The values of a job as flat arrays, and their cut into batches that fit a staging slot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvxfer.blocks import ITEM_DTYPE
+from kvxfer.keys import KeySpace
+from kvxfer.transfer.specs import Chunks
+
+VALUE_ALIGN = 64
+"""Bytes; one cache line, so that streaming stores of neighbours never share one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Values ``start`` to ``stop`` of a job, and where each lies in the slot."""
+
+    start: int
+    stop: int
+    offsets: NDArray[np.int64]
+
+    @property
+    def rows(self) -> slice:
+        """The batch's part of the job's arrays."""
+        return slice(self.start, self.stop)
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """One entry per value: a chunk's values stand together, chunks in prefix order.
+
+    ``keys`` (n,); ``sizes`` (n,) int64 bytes; ``block_ids``, ``class_ids``, ``chunk_idx`` (n,)
+    int32, the last counting through all chunks of the job.
+    """
+
+    keys: list[bytes]
+    sizes: NDArray[np.int64]
+    block_ids: NDArray[np.int32]
+    class_ids: NDArray[np.int32]
+    chunk_idx: NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunks], spaces: Mapping[int, Sequence[KeySpace]]) -> Pieces:
+        """List the values of ``chunks`` in ``spaces``, which maps a group to its key spaces."""
+        parts, first_chunk = [], 0
+        for part in chunks:
+            parts.append(_pieces_of_group(part, spaces.get(part.group, ()), first_chunk))
+            first_chunk += len(part)
+        return parts[0] if len(parts) == 1 else _concatenate(parts)
+
+    def select(self, chosen: NDArray[np.bool_]) -> Pieces:
+        """Return the entries where ``chosen`` (n,) is True."""
+        if chosen.all():
+            return self
+        keys = [key for key, keep in zip(self.keys, chosen, strict=True) if keep]
+        return Pieces(
+            keys=keys,
+            sizes=self.sizes[chosen],
+            block_ids=self.block_ids[chosen],
+            class_ids=self.class_ids[chosen],
+            chunk_idx=self.chunk_idx[chosen],
+        )
+
+    def batches(self, slot_bytes: int) -> Iterator[Batch]:
+        """Cut into runs that fit ``slot_bytes``; ValueError for a value that never fits."""
+        padded = -(-self.sizes // VALUE_ALIGN) * VALUE_ALIGN
+        if len(padded) and int(padded.max()) > slot_bytes:
+            raise ValueError(f"a value has {int(padded.max())} bytes, a staging slot {slot_bytes}")
+        ends = np.cumsum(padded)
+        start = 0
+        while start < len(self):
+            base = int(ends[start] - padded[start])
+            stop = int(np.searchsorted(ends, base + slot_bytes, side="right"))
+            yield Batch(start, stop, ends[start:stop] - padded[start:stop] - base)
+            start = stop
+
+    def items(self, batch: Batch, slot_ptr: int) -> NDArray[np.void]:
+        """Return the copy items of a batch (``blocks.ITEM_DTYPE``)."""
+        items = np.empty(batch.stop - batch.start, dtype=ITEM_DTYPE)
+        items["value_ptr"] = batch.offsets.astype(np.uint64) + np.uint64(slot_ptr)
+        items["block_id"] = self.block_ids[batch.rows]
+        items["class_id"] = self.class_ids[batch.rows]
+        return items
+
+    def views(self, batch: Batch, buffer: memoryview) -> list[memoryview]:
+        """Return the part of the slot's ``buffer`` that each value of a batch takes."""
+        starts = batch.offsets.tolist()
+        sizes = self.sizes[batch.rows].tolist()
+        return [buffer[at : at + size] for at, size in zip(starts, sizes, strict=True)]
+
+
+def _pieces_of_group(chunks: Chunks, spaces: Sequence[KeySpace], first_chunk: int) -> Pieces:
+    num_chunks, num_spaces = len(chunks), len(spaces)
+    every = np.arange(num_chunks, dtype=np.int32)
+    by_space = [space.keys(chunks.hashes, chunks.hash_bytes, every) for space in spaces]
+    return Pieces(
+        keys=[key for keys in zip(*by_space, strict=True) for key in keys],
+        sizes=np.tile(np.array([s.value_bytes for s in spaces], dtype=np.int64), num_chunks),
+        block_ids=np.repeat(chunks.block_ids, num_spaces),
+        class_ids=np.tile(np.array([s.class_id for s in spaces], dtype=np.int32), num_chunks),
+        chunk_idx=np.repeat(every + np.int32(first_chunk), num_spaces),
+    )
+
+
+def _concatenate(parts: Sequence[Pieces]) -> Pieces:
+    return Pieces(
+        keys=[key for part in parts for key in part.keys],
+        sizes=np.concatenate([np.zeros(0, np.int64), *(part.sizes for part in parts)]),
+        block_ids=np.concatenate([np.zeros(0, np.int32), *(part.block_ids for part in parts)]),
+        class_ids=np.concatenate([np.zeros(0, np.int32), *(part.class_ids for part in parts)]),
+        chunk_idx=np.concatenate([np.zeros(0, np.int32), *(part.chunk_idx for part in parts)]),
+    )
