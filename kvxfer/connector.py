@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The class that vLLM loads by ``kv_connector_module_path``; it forwards by role and no more.
+
+    --kv-transfer-config '{"kv_connector": "KVXferConnector",
+                           "kv_connector_module_path": "kvxfer.connector",
+                           "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}'
+
+vLLM makes one object in the scheduler's process (``KVXferScheduler`` does the work) and one in
+every worker (``KVXferWorker``). Importing this module starts nothing and needs no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+
+from kvxfer.messages import KVXferHandshake, KVXferMetadata
+from kvxfer.observe.logs import join_vllm_logging
+from kvxfer.scheduler import KVXferScheduler
+from kvxfer.worker import KVXferWorker
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
+    """vLLM's connector interface over the scheduler side or the worker side, by role."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        role: KVConnectorRole,
+        kv_cache_config: KVCacheConfig,
+    ) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        join_vllm_logging()
+        self._scheduler_side: KVXferScheduler | None = None
+        self._worker_side: KVXferWorker | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler_side = KVXferScheduler.from_vllm(vllm_config, kv_cache_config)
+        else:
+            self._worker_side = KVXferWorker.from_vllm(vllm_config, kv_cache_config)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: a save that is lost costs a later miss, nothing that a request waits for."""
+        return False
+
+    @property
+    def supports_sleep_mode(self) -> bool:
+        """False: sleep would free memory that transfers use; vLLM then refuses to sleep."""
+        return False
+
+    def shutdown(self) -> None:
+        """Close whichever side this object is; idempotent."""
+        if self._scheduler_side is not None:
+            self._scheduler_side.shutdown()
+        if self._worker_side is not None:
+            self._worker_side.shutdown()
+
+    # Scheduler side
+
+    @property
+    def _scheduler(self) -> KVXferScheduler:
+        assert self._scheduler_side is not None, "a scheduler call on the worker's connector"
+        return self._scheduler_side
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Forward; see ``KVXferScheduler``."""
+        self._scheduler.bind_gpu_block_pool(gpu_block_pool)
+
+    def set_xfer_handshake_metadata(
+        self, metadata: Mapping[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Take what every rank said of itself, by rank."""
+        self.set_xfer_handshake_metadata_pp_aware({(0, rank): m for rank, m in metadata.items()})
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Take what every rank said of itself, by (pipeline stage, rank)."""
+        known = {at: m for at, m in metadata.items() if isinstance(m, KVXferHandshake)}
+        self._scheduler.set_handshakes([known[at] for at in sorted(known)])
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Forward; see ``KVXferScheduler``."""
+        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """Forward; see ``KVXferScheduler``."""
+        self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """Forward; see ``KVXferScheduler``."""
+        return self._scheduler.build_connector_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Forward; see ``KVXferScheduler``."""
+        self._scheduler.update_connector_output(connector_output)
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Forward; see ``KVXferScheduler``."""
+        return self._scheduler.request_finished(request), None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Forward; see ``KVXferScheduler``."""
+        return self._scheduler.request_finished(request), None
+
+    def has_pending_push_work(self) -> bool:
+        """Forward; see ``KVXferScheduler``."""
+        return self._scheduler.has_pending_push_work()
+
+    def reset_cache(self) -> bool | None:
+        """Remove what this model stored under our prefix; None on the worker side."""
+        return None if self._scheduler_side is None else self._scheduler_side.reset()
+
+    # Worker side
+
+    @property
+    def _worker(self) -> KVXferWorker:
+        assert self._worker_side is not None, "a worker call on the scheduler's connector"
+        return self._worker_side
+
+    @property
+    def _step(self) -> KVXferMetadata:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, KVXferMetadata)
+        return metadata
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Forward; see ``KVXferWorker``."""
+        self._worker.register_kv_caches(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Forward; see ``KVXferWorker``."""
+        return self._worker.get_handshake_metadata()
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Forward; see ``KVXferWorker``."""
+        self._worker.start_load_kv(self._step)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: a request is scheduled after its load has ended."""
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        **kwargs: Any,
+    ) -> None:
+        """Nothing to do by layer: whole blocks are saved after the forward pass."""
+
+    def wait_for_save(self) -> None:
+        """Forward; see ``KVXferWorker``."""
+        self._worker.wait_for_save(self._step)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Forward; see ``KVXferWorker``."""
+        return self._worker.get_transfer_results()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Forward; see ``KVXferWorker``."""
+        return self._worker.get_block_ids_with_load_errors()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """Forward; see ``KVXferWorker``."""
+        return self._worker.build_connector_worker_meta()

@@ -1,0 +1,419 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scheduler side: what to look up, what to load and what to save.
+
+Calls, in vLLM's order within a step:
+
+    get_num_new_matched_tokens    a waiting request: how many tokens can be loaded?
+    update_state_after_alloc      its blocks are allocated: the load is ordered
+    build_connector_meta          the step is planned: saves are ordered, their blocks pinned
+    update_connector_output       the workers' events of an earlier step: pins are released
+    request_finished              the request is gone; its jobs go on
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import vllm
+
+from kvxfer._native.keys import pack_chunk_hashes
+from kvxfer.config import KVXferConfig, Role
+from kvxfer.hits import Coordinator
+from kvxfer.lookup import Endpoint, LookupClient, LookupReply, reset_ranks
+from kvxfer.messages import KVXferHandshake, KVXferMetadata, KVXferWorkerMetadata
+from kvxfer.pins import BlockPins
+from kvxfer.transfer.specs import NULL_BLOCK_ID, Chunks, LoadSpec, SaveSpec
+from kvxfer.vllm_specs import (
+    EngineFacts,
+    check_version,
+    read_config,
+    read_engine,
+    warn_of_settings,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+class Lookups(Protocol):
+    """The part of ``lookup.LookupClient`` that the scheduler side uses."""
+
+    def lookup(
+        self, key: str, num_tokens: int, block_hashes: Sequence[bytes], *, blocking: bool = False
+    ) -> LookupReply | None:
+        """Return the answer, or None while there is none."""
+        ...
+
+    def discard(self, key: str) -> None:
+        """Forget the question."""
+        ...
+
+    def close(self) -> None:
+        """Close the channel."""
+        ...
+
+
+@dataclass(slots=True)
+class Offer:
+    """A hit that was promised to vLLM: tokens ``local_tokens`` to ``hit_tokens`` can be loaded."""
+
+    local_tokens: int
+    hit_tokens: int
+
+
+@dataclass(slots=True)
+class Answer:
+    """A lookup's answer, kept while the request waits for blocks."""
+
+    hit_tokens: int
+    num_tokens: int
+    """Prompt length that was asked about; another length needs another answer."""
+    expires_s: float
+
+
+@dataclass(slots=True)
+class RequestState:
+    """What is remembered of one unfinished request."""
+
+    request: Request
+    saved_tokens: int = 0
+    """Tokens from the start that are stored or ordered to be: saves go on from here."""
+    answer: Answer | None = None
+    offer: Offer | None = None
+    may_save: bool = True
+    """False for a request that was alive at a reset."""
+    load_failed: bool = False
+    """A load failed: nothing is offered again, so that the request makes progress."""
+
+
+class KVXferScheduler:
+    """Finds hits, orders loads and saves, and holds the pins of blocks that saves read.
+
+    Lives in the scheduler's thread; never waits for a store (a blocking lookup, where asked
+    for, waits at most ``lookup_timeout_s``). Usable without the connector class. It asks the
+    lookup channel with the raw number of tokens and trusts no answer that cannot be: a hit that
+    leaves no token to compute, or ends off a boundary, counts as none.
+    """
+
+    def __init__(
+        self,
+        config: KVXferConfig,
+        facts: EngineFacts,
+        lookups: Lookups,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config, self._facts, self._lookups, self._clock = config, facts, lookups, clock
+        self._role = Role(facts.role)
+        self._saves = self._role.saves_prompts or config.save_decode_cache
+        self._coordinator = Coordinator(
+            facts.groups,
+            facts.hash_tokens,
+            facts.block_tokens,
+            partial_hits=facts.partial_hits,
+            use_eagle=facts.use_eagle,
+            retention_tokens=facts.retention_tokens,
+        )
+        self._alignment = facts.hash_tokens if facts.partial_hits else facts.block_tokens
+        self._requests: dict[str, RequestState] = {}
+        self._loads: list[LoadSpec] = []
+        self._next_job_id = 0
+        self._epoch = 0
+        self._endpoints: list[Endpoint] = []
+        self._pins: BlockPins | None = None
+        self.counts: Counter[str] = Counter()
+
+    @classmethod
+    def from_vllm(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> KVXferScheduler:
+        """Make the scheduler side of an engine; warns of settings that make it useless."""
+        check_version(vllm.__version__)
+        config = read_config(vllm_config)
+        config.log()
+        warn_of_settings(vllm_config)
+        facts = read_engine(vllm_config, kv_cache_config, config)
+        endpoint = Endpoint.for_engine(facts.engine_id, facts.dp_rank)
+        return cls(config, facts, LookupClient(endpoint, timeout_s=config.lookup_timeout_s))
+
+    def bind_gpu_block_pool(self, pool: BlockPool) -> None:
+        """Take the pool whose blocks saves pin."""
+        limit = self._config.max_pinned_blocks or max(1, self._facts.num_blocks // 8)
+        self._pins = BlockPins(pool, num_ranks=self._facts.num_ranks, max_blocks=limit)
+
+    # Waiting requests
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Return (tokens that can be loaded beyond the local ones, whether asynchronously).
+
+        ``(None, False)`` while the lookup is in flight; ``(0, False)`` without a lookup for a
+        request shorter than one alignment unit, one that must not read the cache, and one whose
+        load has failed.
+        """
+        state = self._state(request)
+        state.offer = None
+        if not self._may_load(state):
+            return 0, False
+        if (request.num_tokens - 1) // self._alignment * self._alignment <= num_computed_tokens:
+            return 0, False  # the local hit is the longest there can be
+        answer = self._answer(state)
+        if answer is None:
+            return None, False
+        num_tokens = answer.hit_tokens - num_computed_tokens
+        if num_tokens <= 0:
+            return 0, False
+        state.offer = Offer(num_computed_tokens, answer.hit_tokens)
+        return num_tokens, True
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """Order the load of what was allocated, which may be less than what was offered.
+
+        With 0 external tokens nothing is loaded: no offer, another connector's load, or the
+        second call after an asynchronous load.
+        """
+        state = self._state(request)
+        offer, state.offer = state.offer, None
+        state.answer = None
+        if offer is None or num_external_tokens <= 0:
+            return
+        hit_tokens = min(offer.hit_tokens, offer.local_tokens + num_external_tokens)
+        chunks = self._load_chunks(request, blocks.get_block_ids(), offer.local_tokens, hit_tokens)
+        self._loads.append(
+            LoadSpec(self._new_job_id(), request.request_id, offer.local_tokens, hit_tokens, chunks)
+        )
+        self.counts["tokens_ordered"] += hit_tokens - offer.local_tokens
+        state.saved_tokens = max(state.saved_tokens, hit_tokens)
+
+    def request_finished(self, request: Request) -> bool:
+        """Forget the request; False: its blocks may be freed, running saves hold their own pins."""
+        self._forget(request.request_id)
+        return False
+
+    # Steps
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVXferMetadata:
+        """Return the jobs of this step: loads ordered since the last, saves of full blocks."""
+        loads, self._loads = tuple(self._loads), []
+        return KVXferMetadata(saves=self._order_saves(scheduler_output), loads=loads)
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """Take the workers' events: release pins, note failed loads."""
+        meta = output.kv_connector_worker_meta
+        if not isinstance(meta, KVXferWorkerMetadata):
+            return
+        if self._pins is not None:
+            self._pins.note_free(meta.blocks_free)
+        for request_id in meta.failed_loads:
+            self.counts["loads_failed"] += 1
+            state = self._requests.get(request_id)
+            if state is not None:
+                state.load_failed = True
+                state.saved_tokens = 0
+
+    def has_pending_push_work(self) -> bool:
+        """Whether the engine must keep stepping for pins to be released."""
+        return self._pins is not None and self._pins.num_jobs > 0
+
+    def set_handshakes(self, handshakes: Sequence[KVXferHandshake]) -> None:
+        """Take what the ranks said of themselves, rank 0 first."""
+        self._endpoints = [Endpoint(Path(handshake.endpoint)) for handshake in handshakes]
+
+    def reset(self) -> bool:
+        """Remove what this model stored under our prefix; False if a rank did not drain in time.
+
+        Every answer is forgotten. Saves ordered so far belong to an older epoch: workers drop
+        those that have not begun and wait for the rest, and only then the keys are removed, so
+        no put of this engine lands after the reset. Requests alive now never save again: part of
+        their KV may be of the weights before. Waits at most ``reset_timeout_s``.
+        """
+        self._epoch += 1
+        for state in self._requests.values():
+            self._lookups.discard(state.request.request_id)
+            state.answer = None
+            state.may_save = False
+        return reset_ranks(self._endpoints, self._epoch, self._config.reset_timeout_s)
+
+    def shutdown(self) -> None:
+        """Close the lookup channel; idempotent."""
+        self._lookups.close()
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that are remembered."""
+        return len(self._requests)
+
+    # Lookups
+
+    def _state(self, request: Request) -> RequestState:
+        state = self._requests.get(request.request_id)
+        if state is None or state.request is not request:
+            state = self._requests[request.request_id] = RequestState(request)
+        return state
+
+    def _may_load(self, state: RequestState) -> bool:
+        request = state.request
+        return (
+            self._config.enable_lookup
+            and not state.load_failed
+            and request.num_tokens >= self._alignment
+            and not getattr(request, "skip_reading_prefix_cache", False)
+        )
+
+    def _answer(self, state: RequestState) -> Answer | None:
+        request, kept = state.request, state.answer
+        if (
+            kept is not None
+            and kept.num_tokens == request.num_tokens
+            and self._clock() < kept.expires_s
+        ):
+            return kept
+        reply = self._lookups.lookup(
+            request.request_id,
+            request.num_tokens,
+            request.block_hashes,
+            blocking=not self._config.lookup_async,
+        )
+        if reply is None:
+            return None
+        hit_tokens = self._believable(reply.hit_length, request.num_tokens)
+        expires_s = self._clock() + self._config.answer_max_age_s
+        state.answer = Answer(hit_tokens, request.num_tokens, expires_s)
+        state.saved_tokens = max(state.saved_tokens, hit_tokens)
+        return state.answer
+
+    def _believable(self, hit_tokens: int, num_tokens: int) -> int:
+        """Return the hit, or 0 for one that no lookup of ``num_tokens`` tokens can have."""
+        if 0 <= hit_tokens < num_tokens and hit_tokens % self._alignment == 0:
+            return hit_tokens
+        self.counts["answers_refused"] += 1
+        logger.warning("lookup answered %d of %d tokens; refused", hit_tokens, num_tokens)
+        return 0
+
+    # Loads and saves
+
+    def _load_chunks(
+        self, request: Request, block_ids: Sequence[Sequence[int]], start: int, hit_tokens: int
+    ) -> tuple[Chunks, ...]:
+        """Return the chunks that each group needs for tokens ``start`` to ``hit_tokens``."""
+        found = []
+        for group_idx, mask in enumerate(self._coordinator.load_mask(hit_tokens)):
+            block_tokens = self._facts.groups[group_idx].block_tokens
+            first = start // block_tokens
+            wanted = np.flatnonzero(mask[first:]) + first
+            if len(wanted):
+                found.append(
+                    self._chunks(
+                        request,
+                        group_idx,
+                        block_ids[group_idx],
+                        int(wanted[0]),
+                        int(wanted[-1]) + 1,
+                    )
+                )
+        return tuple(found)
+
+    def _chunks(
+        self, request: Request, group_idx: int, block_ids: Sequence[int], first: int, stop: int
+    ) -> Chunks:
+        """Return blocks ``first`` to ``stop`` of a group with the hashes at their ends."""
+        per_block = self._facts.groups[group_idx].block_tokens // self._facts.hash_tokens
+        hashes = pack_chunk_hashes(
+            request.block_hashes, (first + 1) * per_block - 1, per_block, stop - first
+        )
+        return Chunks(
+            group=group_idx,
+            block_ids=np.array(block_ids[first:stop], dtype=np.int32),
+            hashes=hashes,
+            hash_bytes=len(hashes) // (stop - first),
+        )
+
+    def _order_saves(self, output: SchedulerOutput) -> tuple[SaveSpec, ...]:
+        """Order saves of the blocks that this step completes; most requests have none."""
+        block_state = output.kv_connector_block_state
+        if self._pins is None or block_state is None or not self._saves:
+            return ()
+        saves = []
+        for request_id, num_computed in _scheduled(output):
+            state = self._requests.get(request_id)
+            if state is None or not state.may_save:
+                continue
+            start, end = self._saveable(state, num_computed)
+            if start < end and (block_ids := block_state.get_block_ids(request_id)) is not None:
+                spec = self._order_save(state, block_ids, start, end)
+                if spec is not None:
+                    saves.append(spec)
+        return tuple(saves)
+
+    def _saveable(self, state: RequestState, num_computed: int) -> tuple[int, int]:
+        """Return the tokens [start, end) to save: computed by this step, hashed, whole blocks."""
+        request, block = state.request, self._facts.block_tokens
+        start = state.saved_tokens
+        if not self._role.saves_prompts:
+            start = max(start, request.num_prompt_tokens // block * block)
+        limit = min(num_computed, len(request.block_hashes) * self._facts.hash_tokens)
+        if not self._config.save_decode_cache:
+            limit = min(limit, request.num_prompt_tokens)
+        return start // block * block, limit // block * block
+
+    def _order_save(
+        self, state: RequestState, block_ids: Sequence[Sequence[int]], start: int, end: int
+    ) -> SaveSpec | None:
+        """Return a save with its blocks pinned, as much of it as the pins admit.
+
+        What is left over is ordered by a later step of the request, or never. Null blocks are
+        no chunks.
+        """
+        assert self._pins is not None
+        block = self._facts.block_tokens
+        end = min(end, start + self._pins.num_free // len(self._facts.groups) * block)
+        if end <= start:
+            self.counts["saves_put_off"] += 1
+            return None
+        chunks = tuple(
+            self._chunks(
+                state.request,
+                idx,
+                block_ids[idx],
+                start // group.block_tokens,
+                end // group.block_tokens,
+            ).without_block(NULL_BLOCK_ID)
+            for idx, group in enumerate(self._facts.groups)
+        )
+        state.saved_tokens = end
+        spec = SaveSpec(self._new_job_id(), state.request.request_id, self._epoch, chunks)
+        self._pins.pin(spec.job_id, [int(b) for part in chunks for b in part.block_ids])
+        return spec
+
+    def _new_job_id(self) -> int:
+        self._next_job_id += 1
+        return self._next_job_id - 1
+
+    def _forget(self, request_id: str) -> None:
+        if self._requests.pop(request_id, None) is not None:
+            self._lookups.discard(request_id)
+
+
+def _scheduled(output: SchedulerOutput) -> Iterator[tuple[str, int]]:
+    """Yield every scheduled request with the tokens that are computed once the step is done."""
+    num_scheduled = output.num_scheduled_tokens
+    for new in output.scheduled_new_reqs:
+        yield new.req_id, new.num_computed_tokens + num_scheduled[new.req_id]
+    cached = output.scheduled_cached_reqs
+    for request_id, num_computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+        yield request_id, num_computed + num_scheduled[request_id]

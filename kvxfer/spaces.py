@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The key spaces of one rank: which it holds, which it saves, and which a hit needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvxfer.blocks import BlockLayout
+from kvxfer.keys import KeySpace, key_prefix, reset_prefix
+from kvxfer.vllm_specs import EngineFacts, LayerSet, ValueNames
+
+STAGE = 0
+"""Pipeline stage: engines of several stages are refused so far."""
+
+
+class RankSpaces:
+    """Maps each cache group to key spaces; worker side, made once the layout is known.
+
+    ``held``: shards that lie in this rank's KV cache, which it loads. ``saved``: those of them
+    that it also saves; of replicas one rank does. ``all_shards``: what a chunk consists of over
+    all ranks, so that rank 0 can tell whether it is whole.
+    """
+
+    def __init__(
+        self, cache_prefix: str, facts: EngineFacts, names: ValueNames, layout: BlockLayout
+    ) -> None:
+        self.reset_prefix = reset_prefix(cache_prefix, names.model)
+        self.held: dict[int, list[KeySpace]] = {}
+        self.saved: dict[int, list[KeySpace]] = {}
+        self.all_shards: dict[int, list[KeySpace]] = {}
+        classes = {(c.group, c.heads): (i, c.value_bytes) for i, c in enumerate(layout.classes)}
+        for set_idx, layer_set, name in _named_sets(facts, names):
+            for heads in layer_set.shards():
+                prefix = key_prefix(cache_prefix, names.model, names.digest, name, STAGE, heads)
+                class_id, value_bytes = classes.get((set_idx, heads), (-1, 0))
+                space = KeySpace(layer_set.group, prefix, class_id, value_bytes)
+                self.all_shards.setdefault(layer_set.group, []).append(space)
+                if class_id >= 0:
+                    self.held.setdefault(layer_set.group, []).append(space)
+                    if layer_set.is_first_replica:
+                        self.saved.setdefault(layer_set.group, []).append(space)
+
+
+def _named_sets(facts: EngineFacts, names: ValueNames) -> Iterator[tuple[int, LayerSet, str]]:
+    for set_idx, (layer_set, name) in enumerate(zip(facts.layer_sets, names.groups, strict=True)):
+        yield set_idx, layer_set, name

@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Worker side: registers the KV cache, runs the jobs that the scheduler side orders, reports.
+
+Calls, in vLLM's order:
+
+    register_kv_caches                once: layout, keys, staging, threads, lookup server
+    start_load_kv, wait_for_save      each step: take the step's loads and saves; neither waits
+    get_transfer_results, ...         each step: report what has happened since
+    shutdown                          once: finish what can be finished in time, close everything
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+from kvxfer.blocks import BlockLayout, StagingPool
+from kvxfer.config import KVXferConfig
+from kvxfer.errors import ConfigError
+from kvxfer.hits import Coordinator
+from kvxfer.keys import KeySpace
+from kvxfer.lookup import Endpoint, LookupServer, PackedHashes
+from kvxfer.lookup.presence import StorePresence
+from kvxfer.messages import KVXferHandshake, KVXferMetadata, KVXferWorkerMetadata
+from kvxfer.spaces import RankSpaces
+from kvxfer.stores import Store, open_store
+from kvxfer.transfer import JobBoard, Loader, LoadSpec, Route, Saver
+from kvxfer.transfer.pieces import VALUE_ALIGN
+from kvxfer.vllm_specs import (
+    EngineFacts,
+    ValueNames,
+    check_version,
+    content_format,
+    name_values,
+    read_config,
+    read_engine,
+    regions,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger(__name__)
+
+PAGE_BYTES = 4096
+
+NameValues = Callable[[str], ValueNames]
+"""Value order as resolved -> the engine's parts of a key."""
+
+
+@dataclass(slots=True)
+class _Events:
+    """Reports gathered since the last step's end."""
+
+    blocks_free: Counter[int] = field(default_factory=Counter)
+    ended: Counter[int] = field(default_factory=Counter)
+    failed_loads: set[str] = field(default_factory=set)
+    bad_blocks: set[int] = field(default_factory=set)
+
+
+class KVXferWorker:
+    """Moves blocks between the registered KV cache and the store, on one rank.
+
+    Lives in the worker's thread; owns the staging memory, the transfer threads and the server of
+    its rank, which answers lookups on rank 0 and resets on all. The store is the caller's until
+    ``shutdown``, which closes it. A step never waits here: loads and saves are handed to
+    threads, and what they did is reported by later steps, each job once.
+    """
+
+    def __init__(
+        self, config: KVXferConfig, facts: EngineFacts, store: Store, name_values: NameValues
+    ) -> None:
+        self._config, self._facts, self._store = config, facts, store
+        self._name_values = name_values
+        self._board = JobBoard()
+        self._loads: dict[int, LoadSpec] = {}
+        self._events = _Events()
+        self._saver: Saver | None = None
+        self._loader: Loader | None = None
+        self._staging: StagingPool | None = None
+        self._server: LookupServer | None = None
+
+    @classmethod
+    def from_vllm(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> KVXferWorker:
+        """Make the worker side of this process's rank; opens the store."""
+        check_version(vllm.__version__)
+        config = read_config(vllm_config)
+        facts = read_engine(
+            vllm_config, kv_cache_config, config, tp_rank=get_tensor_model_parallel_rank()
+        )
+
+        def names(value_order: str) -> ValueNames:
+            layers = [name for layer_set in facts.layer_sets for name in layer_set.layers]
+            content = content_format(vllm_config, layers)
+            return name_values(
+                vllm_config, facts, config, value_order=value_order, content_format=content
+            )
+
+        return cls(config, facts, open_store(config.store), names)
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Make everything that depends on the tensors; raises what start-up must refuse."""
+        config, facts = self._config, self._facts
+        layout = BlockLayout.from_regions(
+            regions(facts, kv_caches),
+            value_order=config.value_order,
+            head_shard={i: s.heads_per_shard for i, s in enumerate(facts.layer_sets)},
+            num_blocks=facts.num_blocks,
+        )
+        names = self._name_values(layout.value_order)
+        self._spaces = RankSpaces(config.cache_prefix, facts, names, layout)
+        self._staging = self._make_staging(layout)
+        self._saver = Saver(
+            self._board,
+            self._route(layout, self._spaces.saved),
+            num_threads=config.num_save_threads,
+            max_queued=config.max_queued_saves,
+            timeout_s=config.save_timeout_s,
+        )
+        self._loader = Loader(
+            self._board,
+            self._route(layout, self._spaces.held),
+            num_threads=config.num_load_threads,
+            max_queued=config.max_queued_loads,
+            timeout_s=config.load_timeout_s,
+        )
+        self._server = self._make_server()
+        logger.info(
+            "kvxfer: %d bytes a chunk on this rank, keys start with %s",
+            sum(c.value_bytes for c in layout.classes),
+            self._spaces.reset_prefix.decode(),
+        )
+
+    def get_handshake_metadata(self) -> KVXferHandshake | None:
+        """Return what other ranks need to know of this one; None before registration."""
+        if self._server is None:
+            return None
+        return KVXferHandshake(
+            endpoint=str(self._server.endpoint.path),
+            key_prefixes=tuple(
+                (space.group, space.prefix)
+                for spaces in self._spaces.held.values()
+                for space in spaces
+            ),
+        )
+
+    # Steps
+
+    def start_load_kv(self, metadata: KVXferMetadata) -> None:
+        """Hand this step's loads to the load threads."""
+        for spec in metadata.loads:
+            assert self._loader is not None, "register_kv_caches comes first"
+            self._loads[spec.job_id] = spec
+            self._loader.submit(spec)
+
+    def wait_for_save(self, metadata: KVXferMetadata) -> None:
+        """Hand this step's saves to the save threads; the forward pass has written the blocks."""
+        for spec in metadata.saves:
+            assert self._saver is not None, "register_kv_caches comes first"
+            self._saver.submit(spec)
+
+    def get_transfer_results(self) -> KVConnectorTransferResults:
+        """Return the requests whose load has ended on this rank since the last call.
+
+        With one cache group a failed load is told by its blocks, which keeps the valid prefix
+        (``get_block_ids_with_load_errors``); with several by ``failed_recving``.
+        """
+        results = KVConnectorTransferResults()
+        reports = self._board.take_reports()
+        self._events.blocks_free.update(reports.blocks_free)
+        for job_id in reports.ended:
+            spec = self._loads.pop(job_id, None)
+            if spec is None:
+                self._events.ended[job_id] += 1
+                continue
+            results.finished_recving.add(spec.request_id)
+            self._note_load(spec, results)
+        return results
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return and forget the blocks that loads reported so far left unwritten."""
+        bad, self._events.bad_blocks = self._events.bad_blocks, set()
+        return bad
+
+    def build_connector_worker_meta(self) -> KVXferWorkerMetadata | None:
+        """Return and forget the events for the scheduler side; None if there are none."""
+        events = self._events
+        if not (events.blocks_free or events.ended or events.failed_loads):
+            return None
+        self._events = _Events(bad_blocks=events.bad_blocks)
+        return KVXferWorkerMetadata(
+            dict(events.blocks_free), dict(events.ended), frozenset(events.failed_loads)
+        )
+
+    def counts(self) -> dict[str, int]:
+        """Return counters by name: values, bytes, and jobs that did not end as done."""
+        total: Counter[str] = Counter()
+        for side, transfer in (("save", self._saver), ("load", self._loader)):
+            if transfer is not None:
+                total.update({f"{side}_{name}": n for name, n in transfer.counts.items()})
+        return dict(total)
+
+    def shutdown(self) -> None:
+        """Finish queued saves within ``close_timeout_s``, then close everything; idempotent."""
+        if self._server is not None:
+            self._server.close()
+        if self._saver is not None:
+            self._saver.close(self._config.close_timeout_s)
+        if self._loader is not None:
+            self._loader.close(self._config.close_timeout_s)
+        if self._staging is not None:
+            self._staging.close()
+        self._store.close()
+
+    # Lookup server
+
+    def lookup(self, num_tokens: int, hashes: PackedHashes) -> tuple[int, list[tuple[int, int]]]:
+        """Return hit length and tail boundaries of a prompt; runs in the lookup thread."""
+        presence = StorePresence(self._store, self._spaces.all_shards, hashes)
+        answer = self._coordinator.lookup(num_tokens, hashes, presence.exists)
+        return answer.hit_length, list(answer.tail_boundaries)
+
+    def reset(self, epoch: int, remove: bool, timeout_s: float) -> bool:
+        """Drop saves ordered before ``epoch``; then, with ``remove``, remove the model's keys."""
+        assert self._saver is not None
+        if not self._saver.drain(epoch, timeout_s):
+            return False
+        if remove:
+            num_removed = self._store.remove_prefix(self._spaces.reset_prefix)
+            logger.info("kvxfer reset: %d values removed", num_removed)
+        return True
+
+    # Start-up and reports, in parts
+
+    def _make_staging(self, layout: BlockLayout) -> StagingPool:
+        """Cut the staging memory into a slot per thread and one to spare."""
+        config = self._config
+        num_slots = config.num_load_threads + config.num_save_threads + 1
+        slot_bytes = config.staging_bytes // num_slots // PAGE_BYTES * PAGE_BYTES
+        largest = max(c.value_bytes for c in layout.classes)
+        if slot_bytes < largest + VALUE_ALIGN:
+            needed = (largest + VALUE_ALIGN + PAGE_BYTES) * num_slots
+            raise ConfigError(
+                f"staging_bytes is {config.staging_bytes}: {num_slots} slots of {slot_bytes} bytes "
+                f"cannot hold a value of {largest}; set it to {needed} or more"
+            )
+        staging = StagingPool(num_slots, slot_bytes)
+        self._store.register(staging.buffer)
+        return staging
+
+    def _route(self, layout: BlockLayout, spaces: Mapping[int, list[KeySpace]]) -> Route:
+        assert self._staging is not None
+        return Route(self._store, layout, self._staging, spaces)
+
+    def _make_server(self) -> LookupServer:
+        facts = self._facts
+        self._coordinator = Coordinator(
+            facts.groups,
+            facts.hash_tokens,
+            facts.block_tokens,
+            partial_hits=facts.partial_hits,
+            use_eagle=facts.use_eagle,
+            retention_tokens=facts.retention_tokens,
+        )
+        endpoint = Endpoint.for_engine(facts.engine_id, facts.dp_rank, rank=facts.tp_rank)
+        return LookupServer(endpoint, self.lookup, self.reset)
+
+    def _note_load(self, spec: LoadSpec, results: KVConnectorTransferResults) -> None:
+        """Report what an ended load left unwritten: nothing, unless it failed."""
+        assert self._loader is not None
+        num_valid = self._loader.take_valid_chunks(spec.job_id)
+        if num_valid == sum(map(len, spec.chunks)):
+            return
+        self._events.failed_loads.add(spec.request_id)
+        if len(self._facts.groups) > 1:
+            results.failed_recving.add(spec.request_id)
+            return
+        for chunks in spec.chunks:
+            self._events.bad_blocks.update(chunks.block_ids[num_valid:].tolist())
