@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One workload of block copies and everybody who can run it: kvxfer, NumPy, torch, one memcpy.
+
+All run on one thread. Blocks come in random order from more memory than any cache holds, so that
+every source is cold; `memcpy` moves the same number of bytes from front to back in one call, which
+is the most that a copy can hope for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from kvxfer.blocks import BlockLayout, gather, scatter
+
+SMOKE = os.environ.get("KVXFER_BENCH_SMOKE", "") == "1"
+TOTAL_BYTES = 1 << 20 if SMOKE else 512 << 20
+FRAGMENTS = [256, 1024, 4096, 16384, 65536, 262144, 1 << 20]
+
+
+@dataclass(frozen=True, eq=False)
+class CopyCase:
+    """``num_layers`` tensors of (num_blocks, fragment) bytes, and one row of values per block."""
+
+    fragment: int
+    num_layers: int = 1
+    total_bytes: int = TOTAL_BYTES
+
+    @cached_property
+    def num_blocks(self) -> int:
+        return max(1, self.total_bytes // (self.fragment * self.num_layers))
+
+    @cached_property
+    def cache(self) -> list[np.ndarray]:
+        rng = np.random.default_rng(7)
+        shape = (self.num_blocks, self.fragment)
+        return [rng.integers(0, 256, shape, dtype=np.uint8) for _ in range(self.num_layers)]
+
+    @cached_property
+    def values(self) -> np.ndarray:
+        return np.ones((self.num_blocks, self.num_layers * self.fragment), dtype=np.uint8)
+
+    @cached_property
+    def block_ids(self) -> np.ndarray:
+        return np.random.default_rng(8).permutation(self.num_blocks)
+
+    @cached_property
+    def layout(self) -> BlockLayout:
+        return BlockLayout.from_tensors(self.cache)
+
+    @cached_property
+    def torch_cache(self) -> list[Any]:
+        return [_torch().from_numpy(layer) for layer in self.cache]
+
+    @cached_property
+    def torch_rows(self) -> list[Any]:
+        return [_torch().from_numpy(self.rows(idx)) for idx in range(self.num_layers)]
+
+    @cached_property
+    def torch_ids(self) -> Any:
+        return _torch().from_numpy(self.block_ids)
+
+    @property
+    def bytes_moved(self) -> int:
+        return self.values.nbytes
+
+    def rows(self, layer: int) -> np.ndarray:
+        """Return one layer's columns of the values, (num_blocks, fragment)."""
+        return self.values[:, layer * self.fragment : (layer + 1) * self.fragment]
+
+    def prepare(self) -> None:
+        """Touch everything, so that no run pays for page faults."""
+        assert self.layout.value_bytes == self.values.shape[1]
+        assert len(self.torch_cache) == len(self.torch_rows) and len(self.torch_ids)
+
+    def check(self) -> None:
+        """Assert that blocks and rows agree, whichever way they were copied."""
+        for idx, layer in enumerate(self.cache):
+            np.testing.assert_array_equal(self.rows(idx), layer[self.block_ids])
+
+
+def _torch() -> Any:
+    """Return torch, on one thread as everybody here."""
+    import torch
+
+    torch.set_num_threads(1)
+    return torch
+
+
+def _gather_kvxfer(case: CopyCase) -> None:
+    gather(case.layout, case.block_ids, case.values)
+
+
+def _gather_numpy(case: CopyCase) -> None:
+    for idx, layer in enumerate(case.cache):
+        # mode="raise" would copy through a buffer
+        np.take(layer, case.block_ids, axis=0, out=case.rows(idx), mode="clip")
+
+
+def _gather_torch(case: CopyCase) -> None:
+    for layer, rows in zip(case.torch_cache, case.torch_rows, strict=True):
+        _torch().index_select(layer, 0, case.torch_ids, out=rows)
+
+
+def _scatter_kvxfer(case: CopyCase) -> None:
+    scatter(case.layout, case.block_ids, case.values)
+
+
+def _scatter_numpy(case: CopyCase) -> None:
+    for idx, layer in enumerate(case.cache):
+        layer[case.block_ids] = case.rows(idx)
+
+
+def _scatter_torch(case: CopyCase) -> None:
+    for layer, rows in zip(case.torch_cache, case.torch_rows, strict=True):
+        layer.index_copy_(0, case.torch_ids, rows)
+
+
+def copy_in_one_call(case: CopyCase) -> None:
+    """Move as many bytes as the case does by one memcpy per layer: the yardstick."""
+    layer_bytes = case.cache[0].nbytes
+    for idx, layer in enumerate(case.cache):
+        ctypes.memmove(case.values.ctypes.data + idx * layer_bytes, layer.ctypes.data, layer_bytes)
+
+
+Copy = Callable[[CopyCase], None]
+GATHER: dict[str, Copy] = {
+    "kvxfer": _gather_kvxfer,
+    "numpy": _gather_numpy,
+    "torch": _gather_torch,
+    "memcpy": copy_in_one_call,
+}
+SCATTER: dict[str, Copy] = {
+    "kvxfer": _scatter_kvxfer,
+    "numpy": _scatter_numpy,
+    "torch": _scatter_torch,
+    "memcpy": copy_in_one_call,
+}

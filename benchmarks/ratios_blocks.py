@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Print how gather and scatter compare with one memcpy over the same bytes, NumPy and torch.
+
+    python benchmarks/ratios_blocks.py
+
+Every figure is the rate of a copy divided by the rate of the memcpy that ran right before it:
+median and [lowest, highest] of interleaved pairs, since a shared machine changes its speed from one
+minute to the next. The last column is the memcpy's own median rate.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+from block_cases import FRAGMENTS, GATHER, SCATTER, SMOKE, Copy, CopyCase, copy_in_one_call
+
+NUM_PAIRS = 2 if SMOKE else 11
+CASES = [CopyCase(fragment) for fragment in FRAGMENTS] + [CopyCase(16384, num_layers=80)]
+
+
+def main() -> None:
+    for name, copies in (("gather", GATHER), ("scatter", SCATTER)):
+        rivals = [impl for impl in copies if impl != "memcpy"]
+        print(f"{name}: rate as a ratio to memcpy, {NUM_PAIRS} pairs")
+        print(f"{'fragment':>16} " + " ".join(f"{impl:>20}" for impl in rivals) + "  memcpy GB/s")
+        for case in CASES:
+            _print_row(case, [copies[impl] for impl in rivals])
+
+
+def _print_row(case: CopyCase, copies: list[Copy]) -> None:
+    fresh = CopyCase(case.fragment, case.num_layers)
+    fresh.prepare()
+    label = f"{case.num_layers} x {case.fragment}" if case.num_layers > 1 else str(case.fragment)
+    cells, rates = [], []
+    for copy in copies:
+        ratios = []
+        copy(fresh)
+        for _ in range(NUM_PAIRS):
+            reference_s, copy_s = _seconds(copy_in_one_call, fresh), _seconds(copy, fresh)
+            ratios.append(reference_s / copy_s)
+            rates.append(fresh.bytes_moved / reference_s / 1e9)
+        cells.append(f"{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]")
+    print(f"{label:>16} " + " ".join(f"{cell:>20}" for cell in cells), end="")
+    print(f"  {statistics.median(rates):.1f}", flush=True)
+
+
+def _seconds(copy: Copy, case: CopyCase) -> float:
+    start = time.perf_counter()
+    copy(case)
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()

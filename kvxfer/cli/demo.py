@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The main job on real engines: engine A saves what it computed and ends, engine B loads it.
+
+The engines are separate processes that share nothing but the store; everything else is made on
+the spot: a small Llama with real-sized random weights, and random prompts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+import kvxfer.stores
+from kvxfer.cli.checkpoint import DEMO_SHAPE, write_llama
+from kvxfer.cli.comparison import Comparison
+from kvxfer.cli.engine_client import EngineReport, run_engine
+from kvxfer.cli.engine_job import BLOCK_TOKENS, CORRUPT_VARIABLE, EngineJob
+from kvxfer.errors import ConfigError, KvxferError
+from kvxfer.keys import FORMAT
+
+OUTPUT_TOKENS = 16
+PROMPT_SEED = 1
+STORE_CAPACITY_BYTES = 1 << 30
+MIN_PROMPT_TOKENS = BLOCK_TOKENS + 1
+"""One block to load and, as always, one token to compute."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoOptions:
+    """What to run; ``model`` and ``store`` are made in a temporary folder where not given."""
+
+    model: Path | None = None
+    store: str | None = None
+    prompt_tokens: int = 1500
+    num_prompts: int = 4
+    keep: bool = False
+
+
+def run_demo(options: DemoOptions, console: Console) -> int:
+    """Run the demo and return the exit code: 0 where outputs are identical and something hit."""
+    with _WorkFolder(options.keep) as folder:
+        reasons = _run_in(folder.path, options, console)
+        for reason in reasons:
+            console.print(f"[red]FAILED[/red]: {reason}", soft_wrap=True)
+        if reasons:
+            folder.keep_logs = True
+        if reasons or options.keep:
+            for log in folder.logs:
+                console.print(f"log of vLLM: {log}", soft_wrap=True)
+        return 1 if reasons else 0
+
+
+def random_prompts(num_prompts: int, prompt_tokens: int, vocab_size: int) -> list[list[int]]:
+    """Return token ids without any period: a block at a wrong place changes the outputs."""
+    random = np.random.default_rng(PROMPT_SEED)
+    ids = random.integers(3, vocab_size, (num_prompts, prompt_tokens))
+    return [[int(token) for token in row] for row in ids]
+
+
+def vocab_size_of(model: Path) -> int:
+    """Read the vocabulary size from a Hugging Face ``config.json``; ConfigError without one."""
+    path = model / "config.json"
+    try:
+        config = json.loads(path.read_text())
+        return int(config.get("text_config", config)["vocab_size"])
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"no vocab_size in {path} ({error}); --model takes a folder with a Hugging Face "
+            "checkpoint (config.json and safetensors)"
+        ) from error
+
+
+def _run_in(folder: Path, options: DemoOptions, console: Console) -> list[str]:
+    """Run both engines, show the table and return why the demo failed."""
+    try:
+        comparison = _compare_engines(options, folder, console)
+    except KvxferError as error:
+        return [str(error)]
+    console.print(comparison.table())
+    return comparison.failures()
+
+
+def _compare_engines(options: DemoOptions, folder: Path, console: Console) -> Comparison:
+    if os.environ.get(CORRUPT_VARIABLE) == "1":
+        console.print(f"{CORRUPT_VARIABLE}=1: values are damaged as they are saved")
+    with _progress(console) as progress:
+        model = options.model
+        if model is None:
+            with _stage(progress, "making a small Llama with random weights", 1) as step:
+                model = folder / "model"
+                write_llama(model, DEMO_SHAPE)
+                step("made")
+        vocab_size = vocab_size_of(model)
+        cache_prefix = f"demo-{secrets.token_hex(8)}"  # unique: engine A is cold in any store
+        store = options.store or _store_in(folder, options)
+        job = EngineJob(
+            model=str(model),
+            connector_settings={"store": store, "cache_prefix": cache_prefix},
+            prompts=random_prompts(options.num_prompts, options.prompt_tokens, vocab_size),
+            output_tokens=OUTPUT_TOKENS,
+        )
+        try:
+            cold = _run("engine A: computes and saves", job, folder / "engine-a.log", progress)
+            warm = _run("engine B: loads", job, folder / "engine-b.log", progress)
+        finally:
+            if options.store is not None and not options.keep:
+                _remove_values(store, cache_prefix)
+    return Comparison(options.prompt_tokens, cold, warm)
+
+
+def _run(title: str, job: EngineJob, log: Path, progress: Progress) -> EngineReport:
+    # One step for the start, one for each prompt, one for the end.
+    with _stage(progress, title, len(job.prompts) + 2) as step:
+        return run_engine(job, log, step)
+
+
+def _store_in(folder: Path, options: DemoOptions) -> str:
+    """Return the URI of a store of our own, twice as large as the prompts need."""
+    tokens = options.num_prompts * (options.prompt_tokens + BLOCK_TOKENS)
+    needed = 2 * tokens * DEMO_SHAPE.kv_token_bytes
+    return f"lmdb://{folder / 'store'}?capacity={max(STORE_CAPACITY_BYTES, needed)}"
+
+
+def _remove_values(store: str, cache_prefix: str) -> None:
+    handle = kvxfer.stores.open_store(store)
+    try:
+        handle.remove_prefix(f"{FORMAT}/{cache_prefix}/".encode())
+    finally:
+        handle.close()
+
+
+class _WorkFolder:
+    """A temporary folder for the model, the store and the logs of one run.
+
+    Removed when the run ends, except for the logs of a failed one; all of it stays with ``keep``.
+    """
+
+    def __init__(self, keep: bool) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix="kvxfer-demo-"))
+        self.keep_logs = False
+        self._keep = keep
+
+    def __enter__(self) -> _WorkFolder:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._keep:
+            return
+        for name in ("model", "store") if self.keep_logs else (".",):
+            shutil.rmtree(self.path / name, ignore_errors=True)
+
+    @property
+    def logs(self) -> list[Path]:
+        """The engines' logs so far, in the order of the engines."""
+        return sorted(self.path.glob("*.log"))
+
+
+def _progress(console: Console) -> Progress:
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console)
+
+
+@contextmanager
+def _stage(progress: Progress, title: str, num_steps: int) -> Iterator[Callable[[str], None]]:
+    """Show one line of progress; the function that it yields takes an event and moves the bar."""
+    task = progress.add_task(title, total=num_steps)
+    yield lambda event: progress.advance(task)
+    progress.stop_task(task)
