@@ -49,6 +49,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+CONNECT_TIMEOUT_S = 5.0
+"""A local connection takes milliseconds; the rest is for a machine busy with starting up."""
+
 
 class Lookups(Protocol):
     """The part of ``lookup.LookupClient`` that the scheduler side uses."""
@@ -61,6 +64,10 @@ class Lookups(Protocol):
 
     def discard(self, key: str) -> None:
         """Forget the question."""
+        ...
+
+    def ping(self, timeout_s: float) -> bool:
+        """Return whether the server answers."""
         ...
 
     def close(self) -> None:
@@ -231,8 +238,13 @@ class KVXferScheduler:
         return self._pins is not None and self._pins.num_jobs > 0
 
     def set_handshakes(self, handshakes: Sequence[KVXferHandshake]) -> None:
-        """Take what the ranks said of themselves, rank 0 first."""
+        """Take what the ranks said of themselves, rank 0 first, and connect to it.
+
+        Start-up waits here for the lookup server, so that the first request can hit already.
+        """
         self._endpoints = [Endpoint(Path(handshake.endpoint)) for handshake in handshakes]
+        if not self._lookups.ping(CONNECT_TIMEOUT_S):
+            logger.warning("the lookup server does not answer; lookups are misses until it does")
 
     def reset(self) -> bool:
         """Remove what this model stored under our prefix; False if a rank did not drain in time.

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scheduler side and ranks together, without an engine: real channel, real LMDB, real copies."""
+
+import sys
+import threading
+import time
+import uuid
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+torch = pytest.importorskip("torch")
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+
+from engine_fakes import FakePool, FakeRequest, allocated, make_config, make_facts, step
+from engine_fakes import worker_output as output
+
+from kvxfer.lookup import Endpoint, LookupClient
+from kvxfer.scheduler import KVXferScheduler
+from kvxfer.stores import open_store
+from kvxfer.vllm_specs import LayerSet, ValueNames
+from kvxfer.worker import KVXferWorker
+
+LAYERS, HEADS, TOKENS, CONTENT, NUM_BLOCKS = 3, 4, 16, 8, 32
+NAMES = ValueNames(model="model", digest="d" * 32, groups=("g" * 16,))
+
+
+class Engine:
+    """One scheduler side and ``tp_size`` ranks over torch tensors of random bytes."""
+
+    def __init__(self, store_uri, *, tp_size=1, store_tp=2, names=NAMES, **settings):
+        self.config = make_config(
+            store=store_uri, store_tp=store_tp, staging_bytes="1MiB", **settings
+        )
+        base = replace(
+            make_facts(num_ranks=tp_size, num_blocks=NUM_BLOCKS), engine_id=uuid.uuid4().hex
+        )
+        self.caches, self.workers = [], []
+        for rank in range(tp_size):
+            heads = HEADS // tp_size
+            facts = replace(base, tp_rank=rank, layer_sets=(_layer_set(rank, heads, store_tp),))
+            worker = KVXferWorker(
+                self.config, facts, open_store(store_uri), lambda order, names=names: names
+            )
+            shape = (NUM_BLOCKS, heads, TOKENS, CONTENT)
+            caches = {
+                f"layer{i}": torch.randint(-128, 128, shape, dtype=torch.int8)
+                for i in range(LAYERS)
+            }
+            worker.register_kv_caches(caches)
+            self.caches.append(caches)
+            self.workers.append(worker)
+        self.pool = FakePool(NUM_BLOCKS)
+        client = LookupClient(Endpoint.for_engine(base.engine_id), timeout_s=5)
+        self.scheduler = KVXferScheduler(self.config, base, client)
+        self.scheduler.bind_gpu_block_pool(self.pool)
+        self.scheduler.set_handshakes([w.get_handshake_metadata() for w in self.workers])
+        self.finished, self.bad_blocks = [], set()
+
+    def close(self):
+        self.scheduler.shutdown()
+        for worker in self.workers:
+            worker.shutdown()
+
+    def run_step(self, **kwargs):
+        """Plan a step, have every rank run it, and take their events."""
+        metadata = self.scheduler.build_connector_meta(step(**kwargs))
+        merged = None
+        for worker in self.workers:
+            worker.start_load_kv(metadata)
+            worker.wait_for_save(metadata)
+            self.finished += worker.get_transfer_results().finished_recving
+            self.bad_blocks |= worker.get_block_ids_with_load_errors()
+            meta = worker.build_connector_worker_meta()
+            if meta is not None:
+                merged = meta if merged is None else merged.aggregate(meta)
+        self.scheduler.update_connector_output(output(merged))
+        return metadata
+
+    def until(self, condition):
+        deadline = time.monotonic() + 20
+        while not condition():
+            assert time.monotonic() < deadline, "nothing happened in 20 s"
+            self.run_step()
+            threading.Event().wait(0.002)
+
+    def hit(self, request, local=0):
+        """Return the tokens that can be loaded, once the lookup has answered."""
+        answers = []
+        self.until(
+            lambda: (
+                answers.append(self.scheduler.get_num_new_matched_tokens(request, local)[0])
+                or answers[-1] is not None
+            )
+        )
+        return answers[-1]
+
+    def save(self, name, blocks):
+        request = FakeRequest(name, len(blocks) * TOKENS + 1)
+        self.hit(request)
+        self.scheduler.update_state_after_alloc(request, allocated(*blocks), 0)
+        self.run_step(new=[(name, 0, request.num_tokens)], tables={name: list(blocks)})
+        self.until(lambda: not self.pool.pinned and not self.num_live_jobs())
+        return request
+
+    def num_live_jobs(self):
+        return sum(worker._board.num_live for worker in self.workers)
+
+    def load(self, request, blocks):
+        tokens = self.hit(request)
+        self.scheduler.update_state_after_alloc(request, allocated(*blocks), tokens)
+        self.until(lambda: len(self.finished) == len(self.workers))
+        return tokens
+
+    def block(self, block):
+        """Return a block's bytes over all ranks: [layer][head, token, content]."""
+        return [
+            torch.cat([caches[f"layer{i}"][block] for caches in self.caches]) for i in range(LAYERS)
+        ]
+
+
+def _layer_set(rank, heads, store_tp):
+    return LayerSet(
+        group=0,
+        layers=tuple(f"layer{i}" for i in range(LAYERS)),
+        num_heads=HEADS,
+        local_heads=(rank * heads, (rank + 1) * heads),
+        heads_per_shard=HEADS // store_tp,
+        is_first_replica=True,
+        is_draft=False,
+        spec_facts={},
+    )
+
+
+@pytest.fixture
+def store_uri(tmp_path):
+    return f"lmdb://{tmp_path}/store?capacity=64MiB"
+
+
+@pytest.fixture
+def make(store_uri):
+    engines = []
+
+    def make(**options):
+        engines.append(Engine(store_uri, **options))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def assert_same_blocks(one, ours, other, theirs):
+    for a, b in zip(ours, theirs, strict=True):
+        for left, right in zip(one.block(a), other.block(b), strict=True):
+            assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("saver_tp", [1, 2])
+@pytest.mark.parametrize("loader_tp", [1, 2])
+def test_engine_loads_what_another_saved_whatever_their_tensor_parallel_sizes(
+    make, saver_tp, loader_tp
+):
+    saver = make(tp_size=saver_tp, value_order="head_major")
+    saver.save("a", [3, 7, 5])
+    loader = make(tp_size=loader_tp, value_order="head_major")
+    assert loader.load(FakeRequest("a", 49), [9, 2, 11]) == 48
+    assert loader.bad_blocks == set()
+    assert_same_blocks(loader, [9, 2, 11], saver, [3, 7, 5])
+
+
+def test_prefix_of_which_one_shard_is_missing_is_no_hit(make, store_uri):
+    saver = make(tp_size=2)
+    saver.save("a", [3, 7, 5])
+    store = open_store(store_uri)
+    spaces = saver.workers[1]._spaces.held[0]
+    hashes = FakeRequest("a", 49).block_hashes
+    assert store.remove_prefix(spaces[0].prefix + hashes[1].hex().encode()) == 1
+    store.close()
+    assert make(tp_size=2).hit(FakeRequest("a", 49)) == 16
+
+
+def test_values_gone_after_the_lookup_are_a_failed_load_that_is_not_offered_again(make, store_uri):
+    make().save("a", [3, 7, 5])
+    loader, request = make(), FakeRequest("a", 49)
+    assert loader.hit(request) == 48
+    store = open_store(store_uri)
+    prefix = loader.workers[0]._spaces.held[0][0].prefix
+    store.remove_prefix(prefix + request.block_hashes[1].hex().encode())
+    store.close()
+    loader.scheduler.update_state_after_alloc(request, allocated(9, 2, 11), 48)
+    loader.until(lambda: loader.finished == ["a"])
+    assert loader.bad_blocks == {2, 11}
+    assert loader.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+
+
+def test_reset_removes_this_model_and_leaves_others(make):
+    first = make()
+    other = make(names=replace(NAMES, model="other"))
+    first.save("a", [1, 2])
+    other.save("a", [1, 2])
+    assert first.scheduler.reset()
+    assert make().hit(FakeRequest("a", 33)) == 0
+    assert make(names=replace(NAMES, model="other")).hit(FakeRequest("a", 33)) == 32
+
+
+def test_no_save_that_was_ordered_before_a_reset_lands_after_it(make, store_uri):
+    engine = make(tp_size=2)
+    request = FakeRequest("a", 33)
+    engine.hit(request)
+    engine.scheduler.update_state_after_alloc(request, allocated(1, 2), 0)
+    metadata = engine.scheduler.build_connector_meta(step(new=[("a", 0, 33)], tables={"a": [1, 2]}))
+    assert len(metadata.saves) == 1
+    engine.workers[0].wait_for_save(metadata)
+    assert engine.scheduler.reset()
+    engine.workers[1].wait_for_save(metadata)  # the message arrives late on the other rank
+    engine.until(lambda: not engine.pool.pinned)
+    store = open_store(store_uri)
+    assert store.stats().num_values == 0
+    store.close()
+
+
+def test_reset_of_a_stuck_rank_is_false_and_removes_nothing(make, monkeypatch):
+    engine = make(tp_size=2, reset_timeout_s=0.5)
+    engine.save("a", [1, 2])
+    monkeypatch.setattr(engine.workers[1]._saver, "drain", lambda epoch, timeout_s: False)
+    assert engine.scheduler.reset() is False
+    assert make(tp_size=2).hit(FakeRequest("a", 33)) == 32
+
+
+def test_shutdown_finishes_the_saves_that_are_queued(make):
+    engine = make()
+    request = FakeRequest("a", 33)
+    engine.hit(request)
+    engine.scheduler.update_state_after_alloc(request, allocated(1, 2), 0)
+    engine.run_step(new=[("a", 0, 33)], tables={"a": [1, 2]})
+    for worker in engine.workers:
+        worker.shutdown()
+        worker.shutdown()
+    assert make().hit(FakeRequest("a", 33)) == 32
+
+
+def test_staging_too_small_for_a_value_is_refused_with_the_setting(store_uri, make):
+    with pytest.raises(ValueError, match=r"staging_bytes is \d+: .* set it to \d+ or more"):
+        make(num_load_threads=300)
