@@ -116,18 +116,20 @@ class LookupClient:
     ) -> LookupReply | None:
         """Return the answer to the question ``key``, or None while there is none yet.
 
-        The first call asks, later ones poll and ignore the other arguments once the question
-        is sent; the answer is handed over once and forgotten. ``num_tokens`` is the raw prompt
-        length; ``block_hashes`` are of equal width, possibly packed already. Never blocks,
-        unless ``blocking``: then it returns by the deadline, with an answer or a miss. What
-        cannot be sent at once, for want of a server or of room, is a miss; a blocking call
-        goes on trying. Raises ``ValueError`` for arguments beyond the protocol's bounds.
+        The first call asks, later ones poll, and the other arguments do not matter once the
+        question is sent; the answer is handed over once and forgotten. ``num_tokens`` is the
+        raw prompt length; ``block_hashes`` are of equal width, possibly packed already. Never
+        blocks, unless ``blocking``: then it returns by the deadline, with an answer or a miss.
+        What cannot be sent, for want of a server or of room in its queue, is a miss at once; a
+        blocking call goes on trying. Raises ``ValueError`` for arguments beyond the protocol's
+        bounds.
         """
         self._receive()
         question = self._questions.get(key)
         if question is None:
-            question = self._open(key, num_tokens)
+            question = self._open(key)
         if question.request_id is None and question.reply is None:
+            question.num_tokens = num_tokens
             self._ask(question, block_hashes, blocking)
         if blocking and question.reply is None:
             self._wait(question, None)
@@ -195,10 +197,10 @@ class LookupClient:
     ) -> None:
         self.close()
 
-    def _open(self, key: str, num_tokens: int) -> _Question:
+    def _open(self, key: str) -> _Question:
         """Return a new question, settled as unsent where too many are open."""
         now_s = self._clock()
-        question = _Question(MessageType.LOOKUP_REPLY, now_s + self._timeout_s, key, num_tokens)
+        question = _Question(MessageType.LOOKUP_REPLY, now_s + self._timeout_s, key)
         if len(self._questions) >= self._max_questions:
             oldest = next(iter(self._questions.values()))
             if oldest.deadline_s > now_s:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from kvxfer.errors import ConfigError
 from kvxfer.lookup.client import LookupClient
 from kvxfer.lookup.endpoint import Endpoint
 
@@ -25,17 +26,20 @@ def reset_ranks(endpoints: Sequence[Endpoint], epoch: int, timeout_s: float) -> 
     """
     deadline_s = time.monotonic() + timeout_s
     with contextlib.ExitStack() as stack:
-        clients = [stack.enter_context(LookupClient(endpoint)) for endpoint in endpoints]
+        try:
+            clients = [stack.enter_context(LookupClient(endpoint)) for endpoint in endpoints]
+        except ConfigError as error:
+            logger.warning("reset: a rank cannot be reached: %s", error)
+            return False
         drained = _drain(clients, epoch, timeout_s)
         if not drained or not all(drained):
-            failed = [
-                client.endpoint.path for client, ok in zip(clients, drained, strict=True) if not ok
-            ]
+            ranks = zip(endpoints, drained, strict=True)
+            failed = ", ".join(str(endpoint.path) for endpoint, done in ranks if not done)
             logger.warning("reset: not every rank has drained its saves: %s", failed or "no ranks")
             return False
         removed = clients[0].reset(deadline_s - time.monotonic(), epoch=epoch, remove=True)
         if not removed:
-            logger.warning("reset: %s did not remove the keys", clients[0].endpoint.path)
+            logger.warning("reset: %s did not remove the keys", endpoints[0].path)
         return removed
 
 

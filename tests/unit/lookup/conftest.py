@@ -4,6 +4,7 @@
 import contextlib
 import shutil
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -98,6 +99,20 @@ class Handlers:
         return self.answer(len(self.lookups)) if callable(self.answer) else self.answer
 
 
+class Gate:
+    """A handler that reports its entry and stays inside until it is let go."""
+
+    def __init__(self, answer):
+        self.answer = answer
+        self.entered = threading.Event()
+        self.released = threading.Event()
+
+    def __call__(self, *_):
+        self.entered.set()
+        assert self.released.wait(WAIT_MS / 1000)
+        return self.answer
+
+
 def wait_until(holds, what):
     """Look again and again until ``holds()``: for states that nothing announces."""
     deadline_s = time.monotonic() + WAIT_MS / 1000
@@ -190,3 +205,35 @@ def connected(make_client, raw_server, clock):
         return client
 
     return make
+
+
+@pytest.fixture
+def make_gate():
+    """Make gates; all are open when the test ends, so that every thread can end."""
+    gates = []
+
+    def make(answer):
+        gates.append(Gate(answer))
+        return gates[-1]
+
+    yield make
+    for gate in gates:
+        gate.released.set()
+
+
+@pytest.fixture
+def background():
+    """Run ``act`` in a thread; return a function that joins it and gives its result."""
+
+    def start(act):
+        results = []
+        thread = threading.Thread(target=lambda: results.append(act()))
+        thread.start()
+
+        def join():
+            thread.join(WAIT_MS / 1000)
+            return results[0]
+
+        return join
+
+    return start

@@ -175,6 +175,16 @@ def test_question_beyond_the_bound_is_deferred_not_missed(connected, raw_server)
     ask(client, raw_server, "c")
 
 
+def test_deferred_question_is_asked_as_of_its_sending(connected, raw_server):
+    client = connected(max_in_flight=1)
+    ask(client, raw_server, "a")
+    assert client.lookup("b", 64, HASHES) is None
+    client.discard("a")
+    assert client.lookup("b", 80, HASHES[:2]) is None
+    _, request = raw_server.receive()
+    assert (request.num_tokens, list(request.hashes)) == (80, HASHES[:2])
+
+
 def test_deferred_question_becomes_a_miss_at_its_deadline(connected, raw_server, clock):
     client = connected(max_in_flight=1)
     ask(client, raw_server, "a")

@@ -67,6 +67,13 @@ def test_reset_with_a_rank_that_is_not_there_is_false_in_time(start_ranks, folde
     assert calls == [False]
 
 
+def test_reset_with_a_rank_of_another_host_is_false(start_ranks, folder, caplog):
+    elsewhere = Endpoint(folder / "not" / "here" / "lookup.sock")
+    endpoints = start_ranks(lambda *_: True)
+    assert reset_ranks([*endpoints, elsewhere], EPOCH, WAIT_S) is False
+    assert "cannot be reached" in caplog.text
+
+
 def test_reset_whose_removal_fails_is_false(start_ranks, caplog):
     endpoints = start_ranks(lambda epoch, remove, timeout_s: not remove)
     assert reset_ranks(endpoints, EPOCH, WAIT_S) is False
