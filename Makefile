@@ -14,8 +14,9 @@ ENV := . scripts/env.sh &&
 VLLM_VERSION := 0.32.0
 
 NATIVE := $(wildcard kvxfer/_native/*.pyx kvxfer/_native/*.pxd csrc/*.h) setup.py
-# In this order: the quick ones first, then those that start engines.
-TESTS := $(wildcard tests/unit tests/property tests/contract tests/gpu benchmarks tests/integration)
+# In this order: the quick ones first, then those that start engines; benchmarks last, since they load
+# rivals into the process.
+TESTS := $(wildcard tests/unit tests/property tests/contract tests/gpu tests/integration benchmarks)
 CORE_TESTS := $(wildcard tests/unit tests/property tests/contract)
 DEBUG_TESTS := $(wildcard tests/unit/blocks tests/unit/hits tests/unit/keys tests/unit/test_keys.py)
 DEBUG := build/debug

@@ -21,6 +21,7 @@ from kvxfer.blocks import BlockLayout, gather, scatter
 
 SMOKE = os.environ.get("KVXFER_BENCH_SMOKE", "") == "1"
 TOTAL_BYTES = 1 << 20 if SMOKE else 512 << 20
+LINE_BYTES = 64
 FRAGMENTS = [256, 1024, 4096, 16384, 65536, 262144, 1 << 20]
 
 
@@ -39,12 +40,16 @@ class CopyCase:
     @cached_property
     def cache(self) -> list[np.ndarray]:
         rng = np.random.default_rng(7)
-        shape = (self.num_blocks, self.fragment)
-        return [rng.integers(0, 256, shape, dtype=np.uint8) for _ in range(self.num_layers)]
+        layers = [_lines(self.num_blocks, self.fragment) for _ in range(self.num_layers)]
+        for layer in layers:
+            layer[...] = rng.integers(0, 256, layer.shape, dtype=np.uint8)
+        return layers
 
     @cached_property
     def values(self) -> np.ndarray:
-        return np.ones((self.num_blocks, self.num_layers * self.fragment), dtype=np.uint8)
+        values = _lines(self.num_blocks, self.num_layers * self.fragment)
+        values[...] = 1
+        return values
 
     @cached_property
     def block_ids(self) -> np.ndarray:
@@ -83,6 +88,14 @@ class CopyCase:
         """Assert that blocks and rows agree, whichever way they were copied."""
         for idx, layer in enumerate(self.cache):
             np.testing.assert_array_equal(self.rows(idx), layer[self.block_ids])
+
+
+def _lines(num_rows: int, row_bytes: int) -> np.ndarray:
+    """Return (num_rows, row_bytes) uint8 that begins on a line, as torch's and staging's memory."""
+    num_bytes = num_rows * row_bytes
+    memory = np.empty(num_bytes + LINE_BYTES, dtype=np.uint8)
+    start = -memory.ctypes.data % LINE_BYTES
+    return memory[start : start + num_bytes].reshape(num_rows, row_bytes)
 
 
 def _torch() -> Any:

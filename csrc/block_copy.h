@@ -86,7 +86,7 @@ KVX_STATIC_ASSERT(tile_is_16_bytes, sizeof(kvx_tile) == 16);
 KVX_STATIC_ASSERT(item_is_16_bytes, sizeof(kvx_item) == 16);
 KVX_STATIC_ASSERT(span_is_32_bytes, sizeof(kvx_span) == 32);
 
-/* Return n / d for multiplier = ceil(2^shift / d), shift = 31 + ceil(log2 d): exact for n, d < 2^31.
+/* Return n / d for shift = 31 + ceil(log2 d), multiplier = ceil(2^shift / d): exact below 2^31.
  *
  * With e = multiplier * d - 2^shift in [0, d) the error n * e / (d * 2^shift) stays below 1 / d,
  * because n < 2^31 and e < d <= 2^(shift - 31). The multiplier fits 32 bits, the product 63.

@@ -2,28 +2,30 @@
 /* Copy loops for the CPU: many fragments of any size and address, from cold memory.
  *
  * A copier collects fragments in a queue and copies them when it is full, because the time of a
- * single fragment goes into waiting: a core reads one cold fragment after another at a third of
- * the rate at which it reads eight of them side by side. Two loops, by fragment size:
+ * fragment goes into waiting: alone, it reaches a third to three quarters of the rate that many
+ * reach side by side. Two loops, by fragment size:
  *
- *   rows   fragments below 4 KiB, one after the other, with the lines of those to come
- *          prefetched about 8 KiB ahead
- *   lanes  larger ones, eight at a time in steps of 256 bytes, each prefetched 4 KiB ahead and
- *          into the fragment that its lane copies next
+ *   rows   fragments below 4 KiB, one after the other, with the lines of those to come prefetched
+ *          about 8 KiB ahead
+ *   lanes  larger ones, eight at a time in steps of 256 bytes, each prefetched 4 KiB ahead and into
+ *          the fragment that its lane copies next
  *
- * Both write with streaming stores where `kvx_copy_level` allows, else through memcpy. Prefetches go
- * to the second level cache: on the machine below that was worth 1.2x over the first level, whose few
- * miss buffers fill up. Measured on one core of an EPYC 9004 (Zen 4), 4 KiB pages, 512 MiB of
- * fragments in random order, as a ratio to one memcpy over the same bytes; `benchmarks/ratios_blocks.py`
- * prints the ratios of the machine it runs on.
+ * Both write with streaming stores where the CPU has them and the job is large enough; else all
+ * are rows that go through memcpy. Prefetches go to the second level cache, whose miss buffers are
+ * many: to the first level rows of 256 bytes reach 7.7 instead of 12.2 GB/s.
  *
- *   fragment               256 B   1 KiB   2 KiB   4 KiB   8 KiB   16 KiB   1 MiB
- *   memcpy per fragment    0.4     0.3     0.3     0.5     0.7     0.8      1.0
- *   rows, AVX-512          1.0     0.9     0.9     0.8     1.0     1.1      1.6
- *   rows, AVX2             0.9     0.9     0.8     0.9     1.0     1.1      1.6
- *   lanes, AVX-512         0.3     0.5     0.6     1.1     1.4     1.5      1.7
- *   lanes, AVX2            0.3     0.5     0.8     1.3     1.5     1.6      1.7
+ * Measured on one core of an EPYC (Zen 4), source on 4 KiB pages, target on huge ones, 512 MiB of
+ * fragments in random order; ratio to one memcpy over the same bytes (12 GB/s), median of 9:
  *
- * Hence rows below 4 KiB and lanes from there on, and AVX2 in the lanes even where AVX-512 is at hand.
+ *   fragment              256 B   512 B   1 KiB   2 KiB   4 KiB   8 KiB   16 KiB   64 KiB   1 MiB
+ *   memcpy by fragment    0.37    0.35    0.35    0.34    0.61    0.65    0.77     0.93     0.92
+ *   rows, memcpy          0.62    0.56    0.54    0.50    0.67    0.67    0.75     0.83     0.83
+ *   rows, AVX2            0.51    0.57    0.62    0.81    0.77    0.75    0.80     0.84     1.10
+ *   rows, AVX-512         0.61    0.58    0.78    0.95    0.75    0.75    0.80     0.84     1.05
+ *   lanes, AVX2           0.31    0.36    0.59    0.85    1.44    1.53    1.68     1.79     1.81
+ *
+ * AVX-512 in the lanes gained nothing (1.44 against 1.50 at 16 KiB), so they are written once.
+ * `benchmarks/ratios_blocks.py` prints the ratios of whole gathers and scatters on any machine.
  */
 #ifndef KVXFER_HOST_COPY_H
 #define KVXFER_HOST_COPY_H
@@ -39,10 +41,14 @@
 #define KVX_STREAMING 0
 #endif
 
+/* gcc takes a function that only prefetches for one without effect, and drops calls that were not
+ * inlined before: rows of 256 bytes fell from 9.9 to 6.7 GB/s. */
 #if defined(__GNUC__)
 #define KVX_PREFETCH(address) __builtin_prefetch((address), 0, 2)
+#define KVX_ALWAYS_INLINE static inline __attribute__((always_inline))
 #else
 #define KVX_PREFETCH(address) ((void)(address))
+#define KVX_ALWAYS_INLINE static inline
 #endif
 
 enum {
@@ -53,14 +59,25 @@ enum {
 
 enum {
     KVX_LINE_BYTES = 64,
-    KVX_STEP_BYTES = 256,       /* fastest of 256, 512, 1024 in the lanes */
-    KVX_NUM_LANES = 8,          /* fastest of 4, 6, 8, 12, 16 */
-    KVX_LANE_AHEAD_BYTES = 4096, /* within noise of 2 and 8 KiB at 16 KiB, 1.1x at 4 KiB */
+    KVX_STEP_BYTES = 256,        /* fastest of 256, 512, 1024 in the lanes */
+    KVX_NUM_LANES = 8,           /* as fast as 6 and 12 at 16 KiB, faster than 4 and 16 */
+    KVX_LANE_AHEAD_BYTES = 4096, /* 2 and 8 KiB: the same at 16 KiB, 0.9 of it at 4 KiB */
     KVX_LANE_MIN_BYTES = 4096,
-    KVX_ROW_AHEAD_BYTES = 8192, /* 4 to 32 KiB are within noise of each other */
-    KVX_ROW_AHEAD_MAX = 64,     /* fragments */
-    KVX_STREAM_MIN_BYTES = 1 << 20,
-    KVX_QUEUE_LENGTH = 1024,
+    KVX_ROW_AHEAD_BYTES = 8192,  /* 4 to 32 KiB are within noise of each other */
+    KVX_ROW_AHEAD_MAX = 64,      /* fragments */
+    KVX_ROW_ANY_ADDRESS_BYTES = 1024,
+    KVX_QUEUE_LENGTH = 512,
+};
+
+/* A job's bytes from which streaming stores pay although the target is read next, as a store's put
+ * does. Gather and that read together, GB/s, memcpy and streaming stores, by the size of the job:
+ *
+ *   lanes of 16 KiB    256 KiB: 6.8, 6.9    1 MiB: 9.4, 10.5    8 MiB: 7.2, 9.2    32 MiB: 5.7, 8.1
+ *   rows of 1 KiB        1 MiB: 8.3, 6.9    4 MiB: 8.5, 7.0     8 MiB: 6.9, 6.8    16 MiB: 5.2, 6.3
+ */
+enum {
+    KVX_STREAM_LANES_BYTES = 256 << 10,
+    KVX_STREAM_ROWS_BYTES = 8 << 20,
 };
 
 typedef struct kvx_fragment {
@@ -71,7 +88,8 @@ typedef struct kvx_fragment {
 
 /* Collects fragments of one kind (rows or lanes) and copies them when full or flushed. */
 typedef struct kvx_copier {
-    int level;
+    int lanes_level;
+    int rows_level;
     int lanes; /* the kind of fragments now in the queue */
     size_t length;
     kvx_fragment queue[KVX_QUEUE_LENGTH];
@@ -86,13 +104,16 @@ static inline int kvx_copy_level(void) {
     return KVX_COPY_PLAIN;
 }
 
-/* Return the level for a job that moves `num_bytes`. */
-static inline int kvx_level_for(uint64_t num_bytes) {
-    return num_bytes < KVX_STREAM_MIN_BYTES ? KVX_COPY_PLAIN : kvx_copy_level();
-}
-
-static inline void kvx_prefetch_bytes(const char *source, size_t bytes) {
-    for (size_t at = 0; at < bytes; at += KVX_LINE_BYTES) KVX_PREFETCH(source + at);
+/* Prefetch every line that `bytes` from `source` on touch. */
+KVX_ALWAYS_INLINE void kvx_prefetch_bytes(const char *source, size_t bytes) {
+    const char *line = source - ((uintptr_t)source & (KVX_LINE_BYTES - 1));
+    for (; line + 3 * KVX_LINE_BYTES < source + bytes; line += 4 * KVX_LINE_BYTES) {
+        KVX_PREFETCH(line);
+        KVX_PREFETCH(line + KVX_LINE_BYTES);
+        KVX_PREFETCH(line + 2 * KVX_LINE_BYTES);
+        KVX_PREFETCH(line + 3 * KVX_LINE_BYTES);
+    }
+    for (; line < source + bytes; line += KVX_LINE_BYTES) KVX_PREFETCH(line);
 }
 
 static inline size_t kvx_min(size_t a, size_t b) { return a < b ? a : b; }
@@ -109,17 +130,33 @@ static inline void kvx_copy_rest(char *target, const char *source, size_t bytes)
 
 /* ---- rows ---- */
 
-/* Prefetch the fragment that comes about KVX_ROW_AHEAD_BYTES after `fragment`, if there is one. */
-static inline void kvx_prefetch_row(const kvx_fragment *fragment, const kvx_fragment *end) {
-    size_t ahead = KVX_ROW_AHEAD_BYTES / (fragment->bytes + 1) + 1;
-    const kvx_fragment *coming = fragment + kvx_min(ahead, KVX_ROW_AHEAD_MAX);
-    if (coming < end) kvx_prefetch_bytes(coming->source, coming->bytes);
+/* Return how many rows further on to prefetch, for rows about as long as `fragment`. */
+static inline size_t kvx_rows_ahead(const kvx_fragment *fragment) {
+    return kvx_min(KVX_ROW_AHEAD_BYTES / (fragment->bytes + 1) + 1, KVX_ROW_AHEAD_MAX);
+}
+
+/* Prefetch all of `fragment` if it comes before `end`. */
+KVX_ALWAYS_INLINE void kvx_prefetch_row(const kvx_fragment *fragment, const kvx_fragment *end) {
+    if (fragment < end) kvx_prefetch_bytes(fragment->source, fragment->bytes);
+}
+
+/* Whether streaming stores pay for a row: whole lines, or lines enough to outweigh the parts.
+ *
+ * A line that is written in part has to be read first, and streaming past it keeps the hardware
+ * from fetching the next in time: 5.5 against 7.4 GB/s for plain rows of 256 bytes at 16 past a
+ * line, 7.0 against 9.1 at 512, but 9.4 against 6.9 at 1 KiB.
+ */
+static inline int kvx_row_streams(const kvx_fragment *fragment) {
+    return fragment->bytes >= KVX_ROW_ANY_ADDRESS_BYTES ||
+           (((uintptr_t)fragment->target | fragment->bytes) & (KVX_LINE_BYTES - 1)) == 0;
 }
 
 /* Copy `count` fragments; up to `end` more may be looked at. */
 static void kvx_rows_plain(const kvx_fragment *fragment, size_t count, const kvx_fragment *end) {
-    for (const kvx_fragment *stop = fragment + count; fragment < stop; ++fragment) {
-        kvx_prefetch_row(fragment, end);
+    const kvx_fragment *stop = fragment + count;
+    size_t ahead = kvx_rows_ahead(fragment);
+    for (; fragment < stop; ++fragment) {
+        kvx_prefetch_row(fragment + ahead, end);
         memcpy(fragment->target, fragment->source, fragment->bytes);
     }
 }
@@ -139,28 +176,61 @@ __attribute__((target("avx512f"))) static inline void kvx_stream_line_avx512(cha
     _mm512_stream_si512((__m512i *)target, _mm512_loadu_si512(source));
 }
 
-__attribute__((target("avx2"))) static void kvx_rows_avx2(const kvx_fragment *fragment, size_t count,
+/* Write KVX_STEP_BYTES past the cache, in the order of addresses. Spelled out: gcc -O3 unrolls a
+ * loop with its stores in another order, and rows of 256 bytes fell from 11.9 to 5.9 GB/s. */
+__attribute__((target("avx2"))) static inline void kvx_stream_step_avx2(char *target,
+                                                                        const char *source) {
+    kvx_stream_line_avx2(target, source);
+    kvx_stream_line_avx2(target + 64, source + 64);
+    kvx_stream_line_avx2(target + 128, source + 128);
+    kvx_stream_line_avx2(target + 192, source + 192);
+}
+
+__attribute__((target("avx512f"))) static inline void kvx_stream_step_avx512(char *target,
+                                                                             const char *source) {
+    kvx_stream_line_avx512(target, source);
+    kvx_stream_line_avx512(target + 64, source + 64);
+    kvx_stream_line_avx512(target + 128, source + 128);
+    kvx_stream_line_avx512(target + 192, source + 192);
+}
+
+/* Copy the bytes of a row up to a line and return their number: there streaming begins. */
+static inline size_t kvx_row_begin(const kvx_fragment *row) {
+    size_t head = kvx_min(kvx_bytes_to_line(row->target), row->bytes);
+    kvx_copy_rest(row->target, row->source, head);
+    return head;
+}
+
+static inline void kvx_row_end(const kvx_fragment *row, size_t at) {
+    kvx_copy_rest(row->target + at, row->source + at, row->bytes - at);
+}
+
+__attribute__((target("avx2"))) static void kvx_rows_avx2(const kvx_fragment *row, size_t count,
                                                           const kvx_fragment *end) {
-    for (const kvx_fragment *stop = fragment + count; fragment < stop; ++fragment) {
-        kvx_prefetch_row(fragment, end);
-        size_t at = kvx_min(kvx_bytes_to_line(fragment->target), fragment->bytes);
-        kvx_copy_rest(fragment->target, fragment->source, at);
-        for (; at + KVX_LINE_BYTES <= fragment->bytes; at += KVX_LINE_BYTES)
-            kvx_stream_line_avx2(fragment->target + at, fragment->source + at);
-        kvx_copy_rest(fragment->target + at, fragment->source + at, fragment->bytes - at);
+    const kvx_fragment *stop = row + count;
+    size_t ahead = kvx_rows_ahead(row);
+    for (; row < stop; ++row) {
+        kvx_prefetch_row(row + ahead, end);
+        size_t at = 0;
+        if (kvx_row_streams(row))
+            for (at = kvx_row_begin(row); at + KVX_STEP_BYTES <= row->bytes; at += KVX_STEP_BYTES)
+                kvx_stream_step_avx2(row->target + at, row->source + at);
+        kvx_row_end(row, at);
     }
 }
 
-__attribute__((target("avx512f"))) static void kvx_rows_avx512(const kvx_fragment *fragment,
+__attribute__((target("avx512f"))) static void kvx_rows_avx512(const kvx_fragment *row,
                                                                size_t count,
                                                                const kvx_fragment *end) {
-    for (const kvx_fragment *stop = fragment + count; fragment < stop; ++fragment) {
-        kvx_prefetch_row(fragment, end);
-        size_t at = kvx_min(kvx_bytes_to_line(fragment->target), fragment->bytes);
-        kvx_copy_rest(fragment->target, fragment->source, at);
-        for (; at + KVX_LINE_BYTES <= fragment->bytes; at += KVX_LINE_BYTES)
-            kvx_stream_line_avx512(fragment->target + at, fragment->source + at);
-        kvx_copy_rest(fragment->target + at, fragment->source + at, fragment->bytes - at);
+    const kvx_fragment *stop = row + count;
+    size_t ahead = kvx_rows_ahead(row);
+    for (; row < stop; ++row) {
+        kvx_prefetch_row(row + ahead, end);
+        size_t at = 0;
+        if (kvx_row_streams(row))
+            for (at = kvx_row_begin(row); at + KVX_STEP_BYTES <= row->bytes; at += KVX_STEP_BYTES)
+                kvx_stream_step_avx512(row->target + at, row->source + at);
+        kvx_row_end(row, at);
     }
 }
 
@@ -182,7 +252,7 @@ static inline void kvx_lane_begin(kvx_lane *lane, const kvx_fragment *fragment) 
 }
 
 /* Prefetch the step KVX_LANE_AHEAD_BYTES on, in this fragment or at the start of the next. */
-static inline void kvx_lane_prefetch(const kvx_lane *lane) {
+KVX_ALWAYS_INLINE void kvx_lane_prefetch(const kvx_lane *lane) {
     size_t left = lane->left.bytes;
     if (left > KVX_LANE_AHEAD_BYTES)
         kvx_prefetch_bytes(lane->left.source + KVX_LANE_AHEAD_BYTES, KVX_STEP_BYTES);
@@ -192,8 +262,7 @@ static inline void kvx_lane_prefetch(const kvx_lane *lane) {
 
 __attribute__((target("avx2"))) static inline void kvx_lane_step(kvx_lane *lane) {
     kvx_lane_prefetch(lane);
-    for (size_t at = 0; at < KVX_STEP_BYTES; at += KVX_LINE_BYTES)
-        kvx_stream_line_avx2(lane->left.target + at, lane->left.source + at);
+    kvx_stream_step_avx2(lane->left.target, lane->left.source);
     lane->left.target += KVX_STEP_BYTES;
     lane->left.source += KVX_STEP_BYTES;
     lane->left.bytes -= KVX_STEP_BYTES;
@@ -231,9 +300,17 @@ __attribute__((target("avx2"))) static void kvx_lanes_avx2(const kvx_fragment *f
 
 /* Begin a copy at `level`, which the CPU must run. */
 static inline void kvx_copier_begin(kvx_copier *copier, int level) {
-    copier->level = level;
+    copier->lanes_level = level;
+    copier->rows_level = level;
     copier->lanes = 0;
     copier->length = 0;
+}
+
+/* Begin a copy of `num_bytes` in all at the level that pays for so many. */
+static inline void kvx_copier_begin_sized(kvx_copier *copier, uint64_t num_bytes) {
+    kvx_copier_begin(copier, KVX_COPY_PLAIN);
+    if (num_bytes >= KVX_STREAM_LANES_BYTES) copier->lanes_level = kvx_copy_level();
+    if (num_bytes >= KVX_STREAM_ROWS_BYTES) copier->rows_level = kvx_copy_level();
 }
 
 /* Copy all but the last `keep` rows of the queue; those see more rows to prefetch next time. */
@@ -241,9 +318,9 @@ static void kvx_copy_rows(kvx_copier *copier, size_t keep) {
     size_t count = copier->length - kvx_min(keep, copier->length);
     const kvx_fragment *end = copier->queue + copier->length;
 #if KVX_STREAMING
-    if (copier->level == KVX_COPY_AVX512)
+    if (copier->rows_level == KVX_COPY_AVX512)
         kvx_rows_avx512(copier->queue, count, end);
-    else if (copier->level == KVX_COPY_AVX2)
+    else if (copier->rows_level == KVX_COPY_AVX2)
         kvx_rows_avx2(copier->queue, count, end);
     else
 #endif
@@ -267,7 +344,7 @@ static void kvx_copier_flush(kvx_copier *copier) {
 /* Take a fragment in; it is copied by the end of `kvx_copier_end` at the latest. */
 static inline void kvx_copier_add(kvx_copier *copier, char *target, const char *source,
                                   size_t bytes) {
-    int lanes = copier->level != KVX_COPY_PLAIN && bytes >= KVX_LANE_MIN_BYTES;
+    int lanes = copier->lanes_level != KVX_COPY_PLAIN && bytes >= KVX_LANE_MIN_BYTES;
     if (lanes != copier->lanes) {
         kvx_copier_flush(copier);
         copier->lanes = lanes;
@@ -285,7 +362,7 @@ static inline void kvx_copier_add(kvx_copier *copier, char *target, const char *
 static inline void kvx_copier_end(kvx_copier *copier) {
     kvx_copier_flush(copier);
 #if KVX_STREAMING
-    if (copier->level != KVX_COPY_PLAIN) _mm_sfence();
+    _mm_sfence();
 #endif
 }
 

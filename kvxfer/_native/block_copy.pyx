@@ -66,8 +66,8 @@ cdef extern from "host_copy.h" nogil:
         pass
 
     int kvx_copy_level()
-    int kvx_level_for(uint64_t num_bytes)
     void kvx_copier_begin(kvx_copier *copier, int level)
+    void kvx_copier_begin_sized(kvx_copier *copier, uint64_t num_bytes)
     void kvx_copier_add(kvx_copier *copier, char *target, const char *source, size_t bytes)
     void kvx_copier_end(kvx_copier *copier)
 
@@ -125,8 +125,9 @@ def copy_items(
         bad = _check_items(items, num_blocks, classes.shape[0], &problem)
         if bad < 0:
             if level < 0:
-                level = _level_for(classes, items)
-            kvx_copier_begin(&copier, level)
+                kvx_copier_begin_sized(&copier, _count_bytes(classes, items))
+            else:
+                kvx_copier_begin(&copier, level)
             _add_items(&copier, runs, classes, items, to_value)
             kvx_copier_end(&copier)
     if bad >= 0:
@@ -252,13 +253,15 @@ cdef int _raise_bad_item(
     raise ValueError(f"items[{idx}].value_ptr is 0, not the address of a value")
 
 
-cdef int _level_for(const copy_class[::1] classes, const kvx_item[::1] items) noexcept nogil:
-    """Return the copy level for a job of this size: small ones stay in the cache."""
+cdef uint64_t _count_bytes(
+    const copy_class[::1] classes, const kvx_item[::1] items
+) noexcept nogil:
+    """Return the bytes of all values of a job."""
     cdef Py_ssize_t idx
     cdef uint64_t num_bytes = 0
     for idx in range(items.shape[0]):
         num_bytes += classes[items[idx].class_id].value_bytes
-    return kvx_level_for(num_bytes)
+    return num_bytes
 
 
 cdef void _add_items(

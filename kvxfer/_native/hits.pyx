@@ -220,7 +220,7 @@ cdef Hit _find_sliding_window(
     while block >= 0:
         if run == 0:  # a run ends on a boundary: blocks between boundaries are not even read
             block -= (block + 1 - peek) % step
-            if block < 0:
+            if block < peek:  # the boundary is token 0
                 break
         state = states[(block + 1) * scale - 1]
         if state == _UNKNOWN:

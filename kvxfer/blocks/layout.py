@@ -88,7 +88,7 @@ class BlockLayout:
         regions: Iterable[Region],
         *,
         value_order: Literal["native", "token_major", "head_major"] = "native",
-        head_shard: int | Mapping[int, int] | None = None,
+        head_shard: int | Mapping[int, int | None] | None = None,
         num_blocks: int | None = None,
     ) -> BlockLayout:
         """Return the layout of an engine's registered tensors: one class per group and head shard.
@@ -212,7 +212,7 @@ def _class_order(key: tuple[int, Heads]) -> tuple[int, tuple[int, int]]:
 
 
 def _heads_by_group(
-    regions: Sequence[Region], head_shard: int | Mapping[int, int] | None
+    regions: Sequence[Region], head_shard: int | Mapping[int, int | None] | None
 ) -> dict[int, int | None]:
     """Return the heads per shard of each group, whose regions must hold the same heads."""
     ranges: dict[int, tuple[str, Heads]] = {}

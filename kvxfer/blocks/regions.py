@@ -149,6 +149,8 @@ class Region:
 
 def check_strides(view: TensorView, name: str) -> None:
     """Raise ``LayoutError`` where entries of an axis share their bytes, as in expanded tensors."""
+    if 0 in view.shape:
+        return
     for dim, (size, stride) in enumerate(zip(view.shape, view.strides_bytes, strict=True)):
         if size > 1 and stride == 0:
             raise LayoutError(f"{name} repeats the same bytes along dimension {dim} (stride 0)")

@@ -15,14 +15,23 @@ the one state that ends there.
 ``groups`` describes cache groups and merges those of one spec. ``kinds`` says what the search wants
 of a kind, ``native_kinds`` and ``manager_kind`` have one class a kind: its scan (``_native.hits``,
 or the kind's own manager), which chunks the scan may read, its masks. ``search`` is the fixed-point
-search over all groups. ``answers`` holds what the store said and decides how much
-to ask at a time. ``coordinator`` is the face; the scheduler uses its rounding, the lookup server
-its lookup, saver and loader its masks.
+search over all groups. ``answers`` holds what the store said and decides how much to ask at a
+time. ``explain`` says why a hit ends where it does. ``coordinator`` is the face; the scheduler uses
+its rounding, the lookup server its lookup, saver and loader its masks.
 
 Nothing here imports vLLM or torch: :mod:`kvxfer.vllm_specs` turns specs into ``CacheGroup``.
 """
 
 from kvxfer.hits.coordinator import Coordinator, LookupAnswer
+from kvxfer.hits.explain import Cut, Explanation, GroupReport
 from kvxfer.hits.groups import CacheGroup, Manager
 
-__all__ = ["CacheGroup", "Coordinator", "LookupAnswer", "Manager"]
+__all__ = [
+    "CacheGroup",
+    "Coordinator",
+    "Cut",
+    "Explanation",
+    "GroupReport",
+    "LookupAnswer",
+    "Manager",
+]

@@ -56,6 +56,7 @@ class Answers:
         window = search.window(unknown_idx, num_chunks, max_tokens)
         self._last_windows[idx] = (window, num_chunks)
         self.ask(idx, window)
+        assert self.rows[idx][unknown_idx] != UNKNOWN, "a window must hold what it was asked for"
 
     def ask(self, idx: int, hash_idx: NDArray[np.int32]) -> None:
         """Ask for those chunks of merged group ``idx`` that are not known yet."""

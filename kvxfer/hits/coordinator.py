@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 from kvxfer._native.hits import PRESENT
 from kvxfer.errors import ConfigError
 from kvxfer.hits.answers import Answers, Exists, known_rows
+from kvxfer.hits.explain import Explanation, explain_hit, too_short
 from kvxfer.hits.groups import CacheGroup, MergedGroup, merge_groups
 from kvxfer.hits.kinds import KindSearch, SavePolicy
 from kvxfer.hits.manager_kind import manager_search
 from kvxfer.hits.native_kinds import native_search
-from kvxfer.hits.search import Hit, longest_hit, read_bound
+from kvxfer.hits.search import Hit, Step, longest_hit, read_bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,29 +85,48 @@ class Coordinator:
     ) -> LookupAnswer:
         """Return the longest hit of a prompt of ``num_tokens``, at least one token short of it.
 
-        Of ``block_hashes`` only the length is read; tokens without a hash are not looked up. Every
-        chunk is asked for at most once. Up to 512 candidates cost one call of ``exists``; above,
-        each scan asks for at most twice the chunks it reads plus its first window. A hit that
-        covers all ``num_tokens`` is derived again below from the same answers. What ``exists``
-        raises is passed on.
+        Of ``block_hashes`` only the length is read; tokens without a hash are not looked up. No
+        chunk is asked for twice. Up to 512 candidates cost one call of ``exists``. Above, each scan
+        asks for at most twice the chunks that it reads plus its first window: full attention
+        ``2 * blocks matched + 64``, a sliding window that starts at full attention's hit
+        ``2 * (blocks between the hits + window) + window``, states ``2 * boundaries between + 3``.
+        A hit that covers all ``num_tokens`` is derived again below from the same answers. What
+        ``exists`` raises is passed on.
         """
-        num_hashes = len(block_hashes)
-        max_tokens = self.align_lookup_length(min(num_tokens, num_hashes * self.hash_tokens))
-        if max_tokens <= 0:
-            return self._miss()
-        answers = Answers(self._searches, num_hashes, exists, boundary=max_tokens == num_tokens)
-        answers.ask_all_if_few(self._read_bounds(max_tokens, num_hashes * self.hash_tokens))
-        hit = self._resolve(answers, max_tokens, num_hashes)
-        if hit.tokens >= num_tokens:
-            max_tokens = self.align_lookup_length(num_tokens - 1)
-            if max_tokens <= 0:
-                return self._miss(answers)
-            hit = self._resolve(answers, max_tokens, num_hashes)
-        if hit.tokens <= 0:
-            return self._miss(answers)
-        masks = self._masks(hit)
-        tails = self._tail_boundaries(answers, hit.tokens, masks)
+        ran = self._run(num_tokens, len(block_hashes), exists)
+        if ran is None:
+            return LookupAnswer(0, _empty_masks(len(self.groups)))
+        answers, hit = ran.answers, ran.hit
+        masks, tails = _empty_masks(len(self.groups)), []
+        if hit.tokens > 0:
+            masks = self._masks(hit)
+            tails = self._tail_boundaries(answers, hit.tokens, masks)
         return LookupAnswer(hit.tokens, masks, tails, answers.num_keys_asked, answers.num_calls)
+
+    def explain(
+        self, num_tokens: int, block_hashes: Sequence[bytes], exists: Exists
+    ) -> Explanation:
+        """Return what a lookup of the same arguments finds, and what cut its hit.
+
+        It asks the store what :meth:`lookup` asks but for tails, so it says how far each group is
+        stored as far as the lookup would have read.
+        """
+        hashed_tokens = len(block_hashes) * self.hash_tokens
+        ran = self._run(num_tokens, len(block_hashes), exists)
+        if ran is None:
+            return too_short(num_tokens, self.align_tokens)
+        steps: list[Step] = []
+        rows = ran.answers.rows
+        longest_hit(self._searches, rows, ran.max_tokens, hashed_tokens, steps=steps)
+        return explain_hit(
+            self._searches,
+            rows,
+            steps,
+            num_tokens,
+            ran.max_tokens,
+            ran.hit.tokens,
+            ran.derived_again,
+        )
 
     def find_longest_cache_hit(
         self,
@@ -183,9 +203,23 @@ class Coordinator:
         alone = len(self._searches) == 1
         return [read_bound(s, max_tokens, hashed_tokens, alone) for s in self._searches]
 
-    def _resolve(self, answers: Answers, max_tokens: int, num_hashes: int) -> Hit:
-        """Search, asking for what is unknown until nothing that matters is."""
+    def _run(self, num_tokens: int, num_hashes: int, exists: Exists) -> _Run | None:
+        """Search, asking for what is unknown; None where the prompt is too short to match."""
         hashed_tokens = num_hashes * self.hash_tokens
+        max_tokens = self.align_lookup_length(min(num_tokens, hashed_tokens))
+        if max_tokens <= 0:
+            return None
+        answers = Answers(self._searches, num_hashes, exists, boundary=max_tokens == num_tokens)
+        answers.ask_all_if_few(self._read_bounds(max_tokens, hashed_tokens))
+        hit = self._resolve(answers, max_tokens, hashed_tokens)
+        if hit.tokens < num_tokens:
+            return _Run(answers, hit, max_tokens, derived_again=False)
+        max_tokens = self.align_lookup_length(num_tokens - 1)
+        hit = self._resolve(answers, max_tokens, hashed_tokens) if max_tokens > 0 else Hit(0, [])
+        return _Run(answers, hit, max_tokens, derived_again=True)
+
+    def _resolve(self, answers: Answers, max_tokens: int, hashed_tokens: int) -> Hit:
+        """Search until no answer that matters is unknown."""
         while True:
             hit = longest_hit(self._searches, answers.rows, max_tokens, hashed_tokens)
             if isinstance(hit, Hit):
@@ -228,13 +262,16 @@ class Coordinator:
         stored = np.flatnonzero(row[span] == PRESENT)
         return (first + 1 + int(stored[0])) * self.hash_tokens if len(stored) else hit_tokens
 
-    def _miss(self, answers: Answers | None = None) -> LookupAnswer:
-        masks = _empty_masks(len(self.groups))
-        if answers is None:
-            return LookupAnswer(0, masks)
-        return LookupAnswer(
-            0, masks, num_keys_asked=answers.num_keys_asked, num_calls=answers.num_calls
-        )
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A lookup's searches: what was asked, the hit, and the length below which it was found."""
+
+    answers: Answers
+    hit: Hit
+    max_tokens: int
+    derived_again: bool
+    """The first hit covered the whole prompt, so this is the one below its last token."""
 
 
 def _search_of(merged: MergedGroup, hash_tokens: int, align_tokens: int) -> KindSearch:

@@ -55,6 +55,9 @@ class SavePolicy:
 class KindSearch(abc.ABC):
     """The search of one merged group, with the sizes of its coordinator. Immutable."""
 
+    from_left = True
+    """Whether the scan reads from token 0 on, or back from the length at hand."""
+
     def __init__(self, merged: MergedGroup, hash_tokens: int, align_tokens: int) -> None:
         self.merged = merged
         self.block_tokens = merged.group.block_tokens

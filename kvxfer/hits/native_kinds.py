@@ -62,6 +62,8 @@ class _FullSearch(KindSearch):
 class _SlidingWindowSearch(KindSearch):
     """Sliding windows: from the right, the last boundary below which a window is whole."""
 
+    from_left = False
+
     def __init__(self, merged: MergedGroup, hash_tokens: int, align_tokens: int) -> None:
         super().__init__(merged, hash_tokens, align_tokens)
         assert merged.group.window_tokens is not None
@@ -86,7 +88,7 @@ class _SlidingWindowSearch(KindSearch):
     @property
     def _run_blocks(self) -> int:
         """Blocks in a row that a hit wants, the EAGLE block included."""
-        return max(1, self.window_blocks + self._peek)
+        return max(1, self.window_blocks) + self._peek
 
     def num_candidates(self, max_tokens: int) -> int:
         blocks = max_tokens // self.block_tokens
@@ -184,6 +186,8 @@ class _ChunkedLocalSearch(KindSearch):
 
 class _MambaSearch(KindSearch):
     """Recurrent states in align mode: from the right, the last boundary with its state."""
+
+    from_left = False
 
     @property
     def peek_tokens(self) -> int:

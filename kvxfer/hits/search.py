@@ -29,6 +29,17 @@ class Hit:
 
 
 @dataclass(frozen=True, slots=True)
+class Step:
+    """What one merged group made of a length: for :mod:`kvxfer.hits.explain`."""
+
+    idx: int
+    before: int
+    after: int
+    gave_back: bool
+    """Whether the group gave its EAGLE block back in this step."""
+
+
+@dataclass(frozen=True, slots=True)
 class Unknown:
     """The answer that the search lacked: merged group, hash index, and how far it may read."""
 
@@ -43,16 +54,18 @@ def longest_hit(
     max_tokens: int,
     hashed_tokens: int,
     apply_eagle: bool = True,
+    steps: list[Step] | None = None,
 ) -> Hit | Unknown:
     """Return the longest hit of at most ``max_tokens``, or the answer that is missing.
 
     ``rows`` has the answers of each search. ``hashed_tokens`` is the end of the last hash: EAGLE
     groups read so far beyond the length at hand, by one block or hash unit that they give back.
-    With ``apply_eagle`` off no group does.
+    With ``apply_eagle`` off no group does. ``steps`` is extended by what each group did.
     """
+    steps = [] if steps is None else steps
     if len(searches) == 1:
-        return _single_hit(searches[0], rows[0], max_tokens, apply_eagle)
-    return _FixedPoint(searches, rows, hashed_tokens, apply_eagle).run(max_tokens)
+        return _single_hit(searches[0], rows[0], max_tokens, apply_eagle, steps)
+    return _FixedPoint(searches, rows, hashed_tokens, apply_eagle, steps).run(max_tokens)
 
 
 def read_bound(search: KindSearch, max_tokens: int, hashed_tokens: int, alone: bool) -> int:
@@ -63,11 +76,17 @@ def read_bound(search: KindSearch, max_tokens: int, hashed_tokens: int, alone: b
 
 
 def _single_hit(
-    search: KindSearch, row: NDArray[np.uint8], max_tokens: int, apply_eagle: bool
+    search: KindSearch,
+    row: NDArray[np.uint8],
+    max_tokens: int,
+    apply_eagle: bool,
+    steps: list[Step],
 ) -> Hit | Unknown:
-    found = search.find(row, max_tokens, apply_eagle and search.merged.eagle)
+    give_back = apply_eagle and search.merged.eagle
+    found = search.find(row, max_tokens, give_back)
     if found.unknown_idx >= 0:
         return Unknown(0, found.unknown_idx, max_tokens)
+    steps.append(Step(0, max_tokens, found.tokens, give_back))
     return Hit(found.tokens, [found])
 
 
@@ -80,8 +99,10 @@ class _FixedPoint:
         rows: Sequence[NDArray[np.uint8]],
         hashed_tokens: int,
         apply_eagle: bool,
+        steps: list[Step],
     ) -> None:
         self._searches = searches
+        self._steps = steps
         self._rows = rows
         self._hashed_tokens = hashed_tokens
         self._apply_eagle = apply_eagle
@@ -108,6 +129,7 @@ class _FixedPoint:
         for idx, search in enumerate(self._searches):
             before = self._found[idx]
             if search.merged.searched_first and before is not None:
+                self._steps.append(Step(idx, tokens, min(tokens, before.tokens), False))
                 tokens = min(tokens, before.tokens)
                 continue
             give_back = (
@@ -123,6 +145,7 @@ class _FixedPoint:
                 self._eagle_given_back.add(idx)
             elif found.tokens < tokens:
                 self._eagle_given_back.clear()  # proved at a length that no longer stands
+            self._steps.append(Step(idx, tokens, found.tokens, give_back))
             tokens = found.tokens
             self._found[idx] = found
         return tokens

@@ -6,13 +6,14 @@ that ``tests/contract`` checks; ``uri`` parses; ``lmdb`` is the embedded backend
 
     LmdbStore (lmdb)            arguments, outcomes, counters: what callers see
       Handle (lmdb_handle)      one open LMDB environment per process and folder, counted
-        StoreFolder             the folder's files: prepared, trusted or set aside, shared between
-          (lmdb_files)          processes by FileLocks (lmdb_locks); lmdb_check is its child process
+        StoreFolder             the folder, shared between processes by FileLocks (lmdb_locks); its
+          (lmdb_files)          data file is made, grown, checked or set aside (lmdb_data, with
+                                lmdb_check as a child process), as its Marker (lmdb_marker) says
         Reader (lmdb_reader)    exists and get: short read transactions
         Writer (lmdb_writer)    put and remove: short write transactions, one at a time per host
           Ledger (lmdb_ledger)  what the values cost and in which order they leave
-        UseTable                leases and last uses, shared by all processes, written without
-          (lmdb_uses)           a transaction
+        UseTable (lmdb_uses)    leases and last uses, shared by all processes, written without a
+                                transaction
 
 Callers are ``lookup`` (exists), ``transfer`` (get, put) and ``worker`` (open, remove, close). A
 store knows nothing of blocks or engines; ``keys`` gives the key bytes their meaning.

@@ -77,11 +77,12 @@ class LmdbStore(Store):
         with self._call() as (handle, call):
             if handle is None:
                 return self._refuse(keys)
+            outcomes: list[Outcome] = []
             try:
-                outcomes = handle.reader.get_into(keys, views)
+                handle.reader.get_into(keys, views, outcomes)
             except lmdb.Error as error:
                 call.complain("a get failed", error)
-                outcomes = [Outcome.FAILED] * len(keys)
+                outcomes += [Outcome.FAILED] * (len(keys) - len(outcomes))
             call.count_outcomes("get", outcomes)
             return outcomes
 

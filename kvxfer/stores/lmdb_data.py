@@ -63,7 +63,7 @@ def make_data(folder: Path, file_bytes: int) -> None:
     try:
         _make_data(folder, file_bytes)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not _drop_set_aside(folder, keep=0):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not _drop_set_aside(folder):
             raise _no_room(folder, file_bytes, error) from error
         try:
             _make_data(folder, file_bytes)
@@ -89,14 +89,15 @@ def grow_data(folder: Path, old_bytes: int, new_bytes: int) -> bool:
 
 
 def set_aside(folder: Path, marker: Marker | None, reason: str) -> None:
-    """Rename the data file and its lock file; of those that were ours, keep the newest only."""
+    """Rename the data file; of those that were ours, keep the newest only."""
     kind = "foreign" if marker is None else "damaged"
     target = folder / f"{DATA_NAME}.{kind}-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}"
     if marker is not None:
-        _drop_set_aside(folder, keep=0)
-    (folder / DATA_NAME).rename(target)
-    if (folder / LOCK_NAME).exists():
+        _drop_set_aside(folder)
+        (folder / LOCK_NAME).unlink(missing_ok=True)
+    elif (folder / LOCK_NAME).exists():  # whoever has the foreign file open still locks with it
         (folder / LOCK_NAME).rename(f"{target}-lock")
+    (folder / DATA_NAME).rename(target)
     (folder / DAMAGE_NAME).unlink(missing_ok=True)
     logger.warning("store %s set aside as %s: %s; starting empty", folder, target.name, reason)
 
@@ -137,7 +138,8 @@ def _make_data(folder: Path, file_bytes: int) -> None:
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(mode=0o700)
     try:
-        env = lmdb.open(os.fspath(new), map_size=1 << 20, max_dbs=len(lmdb_check.DATABASES))
+        max_dbs = len(lmdb_check.DATABASES)
+        env = lmdb.open(os.fspath(new), map_size=1 << 20, mode=0o600, max_dbs=max_dbs)
         for name in lmdb_check.DATABASES:
             env.open_db(name)
         env.close()
@@ -161,14 +163,12 @@ def _no_room(folder: Path, file_bytes: int, error: OSError) -> StoreError:
     )
 
 
-def _drop_set_aside(folder: Path, keep: int) -> int:
-    """Delete all but the newest ``keep`` of our own damaged files; return how many went."""
-    newest_first = sorted(folder.glob(f"{DATA_NAME}.damaged-*"), reverse=True)
-    old = [path for path in newest_first if not path.name.endswith("-lock")][keep:]
-    for path in old:
+def _drop_set_aside(folder: Path) -> int:
+    """Delete the damaged files that were our own; return how many went."""
+    paths = list(folder.glob(f"{DATA_NAME}.damaged-*"))
+    for path in paths:
         path.unlink()
-        path.with_name(path.name + "-lock").unlink(missing_ok=True)
-    return len(old)
+    return len(paths)
 
 
 def _check_in_child(folder: Path) -> str:

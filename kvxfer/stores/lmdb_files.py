@@ -86,7 +86,8 @@ class StoreFolder:
         try:
             alone = self._users.try_lock(exclusive=True)
             marker = self._prepare(capacity_bytes) if alone else self._meet(capacity_bytes)
-            self._users.try_lock(exclusive=False)
+            if not self._users.try_lock(exclusive=False):
+                raise StoreError(f"store {self.path}: users.lock is held by something else")
             yield marker
         except BaseException:
             self._users.unlock()

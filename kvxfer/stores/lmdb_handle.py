@@ -37,6 +37,9 @@ MOST_CHUNK_BYTES = 32 << 20
 """Of one write transaction, 3 to 10 ms; larger ones are no faster (bench_stores)."""
 CHUNKS_PER_LIMIT = 32
 """Freed pages of two chunks wait to be reusable, out of the 15 % beyond the limit."""
+MUST_CLOSE_INHERITED = int(lmdb.__version__.partition(".")[0]) >= 2
+"""From 2.0 on, py-lmdb opens nothing twice in a process, and a forked child counts what its parent
+had open. Before, it kept a read transaction at hand, which a child would end for its parent."""
 DRAIN_TIMEOUT_S = 5.0
 """How long a close or a fork waits for calls in flight."""
 
@@ -58,6 +61,7 @@ class Handle:
         self.counters: Counter[str] = Counter()  # of this process; guarded by _counts
         self._references = 0
         self._calls = 0
+        self._is_paused = False
         self._closed = False
         self._counts = threading.Condition()
         with contextlib.ExitStack() as undo:
@@ -78,6 +82,7 @@ class Handle:
     def call(self) -> Iterator[Call | None]:
         """Keep the environment open during the block; None where it is closed already."""
         with self._counts:
+            self._counts.wait_for(lambda: not self._is_paused)
             call = None if self._closed else Call(self.folder.path)
             self._calls += call is not None
         if call is None:
@@ -113,20 +118,24 @@ class Handle:
         self._close_if_idle()
 
     def pause(self, deadline: float) -> bool:
-        """Before a fork: end calls in flight, begin none until ``resume``; whether none is left."""
-        return self._counts.acquire() and self._wait_for_calls(deadline)
+        """Before a fork: let calls end and hold new ones until ``resume``; whether none is left."""
+        with self._counts:
+            self._is_paused = True
+            return self._wait_for_calls(deadline)
 
     def resume(self) -> None:
         """After a fork, in the parent: let calls begin again."""
-        self._counts.release()
+        with self._counts:
+            self._is_paused = False
+            self._counts.notify_all()
 
-    def forget(self, was_quiet: bool) -> None:
-        """After a fork, in the child: close what was inherited, as far as that is safe.
+    def forget(self, *, close_environment: bool) -> None:
+        """After a fork, in the child: close the inherited locks, and the environment if asked to.
 
-        With a transaction open at the fork, closing the environment would end it for the parent.
+        Closing it also ends the transactions that it has open, the parent's included.
         """
         self.folder.close()
-        if was_quiet:
+        if close_environment:
             self._close_environment()
         else:
             self._gate.close()
@@ -314,20 +323,20 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
-    """Close what was inherited; what cannot be closed is lost to the child."""
+    """Close what was inherited; a folder that cannot be opened again is lost to the child."""
     global _registry_lock
     _registry_lock = threading.Lock()
     for key, handle in list(_handles.items()):
-        was_quiet = _pause.quiet.get(key, False)
-        handle.forget(was_quiet)
-        if not was_quiet:
-            _lost.add(key)
+        can_close = MUST_CLOSE_INHERITED and _pause.quiet.get(key, False)
+        handle.forget(close_environment=can_close)
+        if not can_close:
             _inherited.append(handle)
+            _lost.update({key} if MUST_CLOSE_INHERITED else ())
     _handles.clear()
 
 
 _inherited: list[Handle] = []
-"""Kept so that nothing of them is finalised in the child."""
+"""Those with an open environment, kept so that nothing of them is finalised in the child."""
 
 os.register_at_fork(
     before=_before_fork,

@@ -73,10 +73,14 @@ class Counters:
 
 @dataclass(slots=True)
 class Batch:
-    """One put call: its generation and first sequence number, known from its first transaction."""
+    """One put call: its generation and first sequence number, known from its first transaction.
+
+    ``is_refused``: no space could be made for a part of it.
+    """
 
     generation: int = 0
     first_sequence: int = 0
+    is_refused: bool = False
 
 
 class Item(NamedTuple):

@@ -24,6 +24,8 @@ CONFIRM_PAUSE_S = 0.000_2
 class Reader:
     """Answers from snapshots; waits for no writer, and holds no transaction between calls.
 
+    (LMDB locks its table of readers for the instant in which a transaction begins.)
+
     An open read transaction keeps every page that its snapshot uses from being reused, so one
     transaction copies ``chunk_bytes`` at most. ``lmdb.Error`` where LMDB fails.
     """
@@ -64,16 +66,19 @@ class Reader:
         self._uses.note_use(slots, generation)
         return found
 
-    def get_into(self, keys: Sequence[bytes], targets: Sequence[memoryview]) -> list[Outcome]:
-        """Copy values into byte targets of the same size; untouched unless ``OK``."""
-        outcomes: list[Outcome] = []
+    def get_into(
+        self, keys: Sequence[bytes], targets: Sequence[memoryview], outcomes: list[Outcome]
+    ) -> None:
+        """Copy values into byte targets of the same size, untouched unless ``OK``.
+
+        Outcomes are appended as they come: where this raises, the other targets are untouched.
+        """
         while len(outcomes) < len(keys):
             with self._snapshot() as txn:
                 generation = Counters.load(txn, self._tables).generation
                 start = len(outcomes)
                 self._copy_chunk(txn, keys, targets, outcomes)
             self._note_copied(keys[start : len(outcomes)], outcomes[start:], generation)
-        return outcomes
 
     def count(self) -> tuple[int, int]:
         """Return the number of values and what they cost in bytes."""

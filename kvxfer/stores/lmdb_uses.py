@@ -67,17 +67,17 @@ class UseTable:
         self._last_use = np.frombuffer(
             self._map, np.uint64, num_slots, HEADER_BYTES + 8 * num_slots
         )
-        self._mask = np.uint32(num_slots - 1)
+        self._mask = num_slots - 1
         self._fence = threading.Lock()
 
     def slots(self, keys: Sequence[bytes]) -> SlotArray:
         """Return the slot of each key."""
         hashes = np.fromiter(map(zlib.crc32, keys), np.uint32, len(keys))
-        return hashes & self._mask
+        return hashes & np.uint32(self._mask)
 
     def slot(self, key: bytes) -> int:
         """Return the slot of one key."""
-        return zlib.crc32(key) & int(self._mask)
+        return zlib.crc32(key) & self._mask
 
     def note_use(self, slots: SlotArray, generation: int) -> None:
         """Record a use of the slots' keys in the present ``generation``."""

@@ -20,9 +20,11 @@ from kvxfer.stores.lmdb_uses import UseTable
 
 LARGEST_VALUE_SHARE = 8
 """A value costs an eighth of the limit at most: runs of free pages that long can be had."""
-MOST_SWEEPS = 8
+MOST_FRUITLESS_SWEEPS = 8
 MOST_TRIES = 4
 """Of one put that meets MAP_FULL, each after evicting twice as much as before."""
+RETRY_PAUSE_S = 0.005
+"""Before the second try, then four times as long each: 105 ms for a reader to end its copy."""
 ROWS_PER_REMOVAL = 4096
 WARM_BYTES = 8 << 20
 """Written ahead at a time, at least."""
@@ -75,9 +77,11 @@ class Writer:
             with self._gate.entered(deadline) as inside:
                 if not inside:
                     call.complain("other writers held it for too long")
-                    break
+                    return outcomes + [Outcome.FAILED] * (len(keys) - len(outcomes))
                 outcomes += self._put_or_fail(chunk, batch, call)
-        return outcomes + [Outcome.FAILED] * (len(keys) - len(outcomes))
+            if batch.is_refused:
+                return outcomes + [Outcome.NO_SPACE] * (len(keys) - len(outcomes))
+        return outcomes
 
     def remove_prefix(self, prefix: bytes, timeout_s: float, call: Call) -> int:
         """Remove the keys under ``prefix`` that were there before the call; return how many.
@@ -114,9 +118,12 @@ class Writer:
         return self._ledger.cost_bytes(len(key), source.nbytes)
 
     def _put_or_fail(self, chunk: list[Item], batch: Batch, call: Call) -> list[Outcome]:
-        """Put a chunk's first keys, one at least, and return their outcomes."""
+        """Put a chunk's first keys, one at least, and return their outcomes.
+
+        Marks the batch as refused once there is no space: what is left of it is not tried, as it
+        is of little use without this part, and would search the full store again and again.
+        """
         try:
-            self._uses.mend()
             return self._put_chunk(chunk, batch, call)
         except (lmdb.Error, OSError) as error:
             call.complain("a put failed", error)
@@ -131,35 +138,40 @@ class Writer:
         """
         for retry in range(MOST_TRIES):
             need_bytes = sum(item.cost_bytes for item in chunk if self._can_ever_fit(item))
-            if retry:
-                self._make_room(need_bytes, need_bytes << retry, batch, call)
-                self._settle()
-            else:
-                self._make_room(need_bytes, 0, batch, call)
             try:
+                if retry:
+                    time.sleep(RETRY_PAUSE_S * 4 ** (retry - 1))
+                    self._make_room(need_bytes, need_bytes << retry, batch, call)
+                    self._settle()
+                else:
+                    self._make_room(need_bytes, 0, batch, call)
                 return self._insert(chunk, need_bytes, batch)
             except lmdb.MapFullError:
                 call.counts["map_full"] += 1
                 self._env.reader_check()
                 chunk = chunk[:1]
+        batch.is_refused = True
         return [Outcome.NO_SPACE]
 
     def _make_room(self, need_bytes: int, extra_bytes: int, batch: Batch, call: Call) -> None:
         """Evict until ``need_bytes`` fit under the limit, and ``extra_bytes`` in any case.
 
-        Falls short where too much is leased. A sweep looks at a bounded number of rows and leaves
-        those that it could not evict at higher ranks, so that the next one looks at others.
+        Falls short where too much is leased. A sweep looks at a bounded number of rows, evicts a
+        bounded number of bytes, and moves what it could not evict to higher ranks, so that the
+        next one looks at others.
         """
-        for _ in range(MOST_SWEEPS):
+        sweeps_left = MOST_FRUITLESS_SWEEPS
+        while sweeps_left:
             with self._env.begin() as txn:
                 used_bytes = Counters.load(txn, self._ledger.tables).used_bytes
             excess_bytes = max(used_bytes + need_bytes - self._ledger.limit_bytes, extra_bytes)
             if excess_bytes <= 0:
                 return
             with self._uses.evicting():
-                sweep = self._sweep(excess_bytes, batch)
+                sweep = self._sweep(min(excess_bytes, 2 * self._chunk_bytes), batch)
             if not sweep.victims and not sweep.moves:
                 return
+            sweeps_left -= not sweep.victims
             call.counts["evicted"] += len(sweep.victims)
             extra_bytes -= sum(row.cost_bytes for row in sweep.victims)
 
@@ -187,8 +199,10 @@ class Writer:
         return outcomes
 
     def _insert_one(self, txn: Any, counters: Counters, batch: Batch, item: Item) -> Outcome:
+        can_fit = self._can_ever_fit(item)
         fits = counters.used_bytes + item.cost_bytes <= self._ledger.limit_bytes
-        if not fits or not self._can_ever_fit(item):
+        if not can_fit or not fits:
+            batch.is_refused = batch.is_refused or can_fit
             is_there = txn.cursor(db=self._ledger.tables.values).set_key(item.key)
             return Outcome.EXISTS if is_there else Outcome.NO_SPACE
         added = self._ledger.insert(txn, counters, batch, item)

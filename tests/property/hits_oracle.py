@@ -3,46 +3,43 @@
 
 from __future__ import annotations
 
-import warnings
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import numpy as np
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.coordinator import (
+    ExternalCachedBlockPool,
+    MooncakeStoreCoordinator,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import (
+    MooncakeStoreWorker,
+)
+from vllm.v1.core.kv_cache_coordinator import get_kv_cache_coordinator, replay_boundaries
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id, resolve_dcp_kv_cache_spec
+from vllm.v1.core.single_type_kv_cache_manager import (
+    FullAttentionManager,
+    SlidingWindowManager,
+)
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    RSWASpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch warns on import
-    import torch
-    from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.coordinator import (
-        ExternalCachedBlockPool,
-        MooncakeStoreCoordinator,
-    )
-    from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import (
-        MooncakeStoreWorker,
-    )
-    from vllm.v1.core.kv_cache_coordinator import get_kv_cache_coordinator, replay_boundaries
-    from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
-    from vllm.v1.core.single_type_kv_cache_manager import (
-        FullAttentionManager,
-        SlidingWindowManager,
-    )
-    from vllm.v1.kv_cache_interface import (
-        ChunkedLocalAttentionSpec,
-        CircularBufferSpec,
-        FullAttentionSpec,
-        KVCacheConfig,
-        KVCacheGroupSpec,
-        KVCacheSpec,
-        MambaSpec,
-        MLAAttentionSpec,
-        RSWASpec,
-        SlidingWindowMLASpec,
-        SlidingWindowSpec,
-        UniformTypeKVCacheSpecs,
-    )
-    from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
-
-    KVCacheSpecRegistry._ensure_registered()  # built-in specs first, or a plugin's stands alone
+KVCacheSpecRegistry._ensure_registered()  # built-in specs first, or a plugin's stands alone
 
 from spec_conversion import cache_group_from_spec
 
@@ -121,6 +118,10 @@ def make_spec(kind: str, block_tokens: int, reach: int, head_size: int) -> KVCac
     raise ValueError(kind)
 
 
+def layer_spec(spec: KVCacheSpec) -> KVCacheSpec:
+    return spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
 @dataclass(frozen=True)
 class Setup:
     """One engine's cache groups, as vLLM resolves them."""
@@ -136,6 +137,15 @@ class Setup:
     @property
     def align_tokens(self) -> int:
         return self.hash_tokens if self.partial_hits else self.block_tokens
+
+    @property
+    def num_distinct(self) -> int:
+        """Groups left where those of one spec are merged."""
+        distinct: list[KVCacheSpec] = []
+        for spec in map(layer_spec, self.specs):
+            if spec.prefix_cacheable and spec not in distinct:
+                distinct.append(spec)
+        return len(distinct)
 
     def groups(self) -> list[CacheGroup]:
         return [
@@ -232,9 +242,7 @@ class StoreOracle:
 
 
 def _exists(hashes, stored) -> set[tuple[int, bytes]]:
-    return {
-        (group, hashes[idx]) for group, row in enumerate(stored) for idx in np.flatnonzero(row)
-    }
+    return {(group, hashes[idx]) for group, row in enumerate(stored) for idx in np.flatnonzero(row)}
 
 
 def local_save_mask(
@@ -251,17 +259,17 @@ def local_save_mask(
         if not spec.prefix_cacheable:
             masks.append([])
             continue
-        layer_spec = spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+        searched = layer_spec(spec)
         end = end_tokens // spec.block_size
         start = min(end, start_token // spec.block_size)
-        if isinstance(layer_spec, MambaSpec):
+        if isinstance(searched, MambaSpec):
             masks.append([False] * end)
             continue
-        mask = KVCacheSpecRegistry.get_manager_class(layer_spec).reachable_block_mask(
+        mask = KVCacheSpecRegistry.get_manager_class(searched).reachable_block_mask(
             start_block=start,
             end_block=end,
             alignment_tokens=setup.align_tokens,
-            kv_cache_spec=layer_spec,
+            kv_cache_spec=searched,
             use_eagle=group in store.eagle_group_ids,
             retention_interval=setup.retention_tokens,
             reachable_boundaries=boundaries,
@@ -270,15 +278,22 @@ def local_save_mask(
     return masks
 
 
+def across_ranks(setup: Setup, dcp_size: int) -> Setup:
+    """Return the set-up with blocks that span ``dcp_size`` ranks, where vLLM shards the group."""
+    specs = tuple(resolve_dcp_kv_cache_spec(spec, dcp_size) for spec in setup.specs)
+    block_tokens = math.lcm(*(spec.block_size for spec in specs))
+    return replace(setup, specs=specs, block_tokens=block_tokens, retention_tokens=None)
+
+
 def core_hit(
-    setup: Setup, max_tokens: int, stored: Sequence[np.ndarray]
+    setup: Setup, max_tokens: int, stored: Sequence[np.ndarray], dcp_size: int = 1
 ) -> tuple[bool, int, list[list[bool]]]:
     """Return the engine core's own hit: whether it hits below the block, its length, its masks.
 
-    Real coordinator, real managers, real block pool; the stored chunks are its cached blocks.
+    Real coordinator, real managers, real block pool; the stored chunks are its cached blocks. With
+    ``dcp_size`` ranks the specs are those of one rank, and the core scales their blocks itself.
     """
-    specs = [s.first_spec if isinstance(s, UniformTypeKVCacheSpecs) else s for s in setup.specs]
-    unwrapped = replace(setup, specs=tuple(specs))
+    unwrapped = replace(setup, specs=tuple(map(layer_spec, setup.specs)))
     num_blocks = 1 + sum(int(row.sum()) for row in stored)
     coordinator = get_kv_cache_coordinator(
         KVCacheConfig(
@@ -291,9 +306,9 @@ def core_hit(
         use_eagle=setup.use_eagle,
         enable_caching=True,
         enable_kv_cache_events=False,
-        dcp_world_size=1,
+        dcp_world_size=dcp_size,
         pcp_world_size=1,
-        scheduler_block_size=setup.block_tokens,
+        scheduler_block_size=across_ranks(setup, dcp_size).block_tokens,
         hash_block_size=setup.hash_tokens,
         allow_partial_hash_hits=setup.partial_hits,
     )

@@ -6,19 +6,29 @@
 
 from __future__ import annotations
 
+import math
 import os
+from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, assume, event, given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("vllm")
+
 from hits_oracle import (
     Setup,
     StoreOracle,
+    across_ranks,
     core_hit,
     local_save_mask,
     make_spec,
 )
-from hypothesis import HealthCheck, assume, event, given, settings
-from hypothesis import strategies as st
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+
+from kvxfer.hits import answers, kinds
 
 MAX_EXAMPLES = int(os.environ.get("KVXFER_FUZZ_EXAMPLES", "2000"))
 fuzz = settings(
@@ -30,46 +40,59 @@ fuzz = settings(
 HASH_TOKENS = 4
 KINDS = (
     "full",
+    "full",
     "mla",
     "rswa",
     "uniform",
     "sliding_window",
+    "sliding_window",
     "sliding_window_mla",
+    "mamba",
     "mamba",
     "plugin_window",
     "plugin_full",
 )
-UNCACHEABLE = ("ring", "bounded_replay")
+SHARDABLE = (FullAttentionSpec, MambaSpec)  # what context parallelism allows in one model
+SPECS = st.builds(
+    make_spec,
+    st.sampled_from(KINDS),
+    st.sampled_from([4, 8, 16]),
+    st.sampled_from([1, 2, 4, 5, 8, 16, 17, 32, 33]),
+    st.sampled_from([8, 8, 16]),
+)
+ONE_SIZE_SPECS = st.builds(
+    make_spec,
+    st.sampled_from(("full", "sliding_window", "chunked_local", "chunked_local", "mamba")),
+    st.just(8),
+    st.sampled_from([4, 8, 16, 24, 40]),
+    st.just(8),
+)
 
 
 @st.composite
 def setups(draw) -> Setup:
     """Draw 1 to 6 groups from up to 4 distinct specs, so that groups of one spec are common."""
-    one_size = draw(st.booleans())
-    sizes = [draw(st.sampled_from([1, 2, 4])) * HASH_TOKENS] if one_size else [4, 8, 16]
-    eagle = draw(st.sampled_from(["none", "flagged", "all"]))
-    partial = draw(st.booleans())
-    kinds = KINDS + (("chunked_local",) if one_size and eagle == "none" and not partial else ())
-    spec = st.builds(
-        make_spec,
-        st.sampled_from(kinds),
-        st.sampled_from(sizes),
-        st.sampled_from([1, 2, 4, 5, 8, 16, 17, 32, 33]),
-        st.sampled_from([8, 8, 16]),
+    chunked = draw(st.integers(0, 7)) == 0  # vLLM wants one block size and no EAGLE then
+    pool = draw(st.lists(ONE_SIZE_SPECS if chunked else SPECS, min_size=1, max_size=4))
+    specs = [*pool, *draw(st.lists(st.sampled_from(pool), max_size=2))]
+    eagle, uncacheable = draw(
+        st.tuples(
+            st.sampled_from(["none"] if chunked else ["none", "flagged", "all"]),
+            st.sampled_from([None] * 8 + ["ring", "bounded_replay"]),
+        )
     )
-    pool = draw(st.lists(spec, min_size=1, max_size=4))
-    specs = draw(st.lists(st.sampled_from(pool), min_size=1, max_size=6))
-    if draw(st.integers(0, 4)) == 0:
-        uncacheable = make_spec(draw(st.sampled_from(UNCACHEABLE)), sizes[0], 8, 8)
-        specs.insert(draw(st.integers(0, len(specs))), uncacheable)
-    flags = st.sets(st.integers(0, len(specs) - 1), min_size=1)
-    block_tokens = int(np.lcm.reduce([spec.block_size for spec in specs]))
+    if uncacheable is not None:
+        specs.insert(draw(st.integers(0, len(specs))), make_spec(uncacheable, 8, 8, 8))
+    eagle_groups = frozenset[int]()
+    if eagle == "flagged":
+        eagle_groups = frozenset(draw(st.sets(st.integers(0, len(specs) - 1), min_size=1)))
+    block_tokens = math.lcm(*(spec.block_size for spec in specs))
     return Setup(
         tuple(specs),
-        frozenset(draw(flags)) if eagle == "flagged" else frozenset(),
+        eagle_groups,
         HASH_TOKENS,
         block_tokens,
-        partial_hits=partial,
+        partial_hits=not chunked and draw(st.booleans()),
         use_eagle=eagle != "none",
         retention_tokens=draw(st.sampled_from([None, None, 0, block_tokens, 2 * block_tokens])),
     )
@@ -78,31 +101,26 @@ def setups(draw) -> Setup:
 @st.composite
 def lengths(draw, setup: Setup) -> int:
     """Draw a prompt length at, just below or just above a boundary of some kind."""
-    unit = draw(
-        st.sampled_from(
-            [HASH_TOKENS, setup.block_tokens, *(spec.block_size for spec in setup.specs)]
-        )
-    )
+    units = [HASH_TOKENS, setup.block_tokens, *(spec.block_size for spec in setup.specs)]
+    unit = draw(st.sampled_from(units))
     return max(1, draw(st.integers(0, 160 // unit)) * unit + draw(st.integers(-1, 1)))
 
 
 @st.composite
-def stored_sets(draw, setup: Setup, num_hashes: int) -> list[np.ndarray]:
-    """Draw what each group has stored: all, a prefix, a few holes, or anything."""
-    rows = []
-    for _ in setup.specs:
-        row = np.ones(num_hashes, dtype=np.uint8)
-        match draw(st.sampled_from(["all", "prefix", "holes", "holes", "any"])):
+def stored_sets(draw, num_groups: int, num_hashes: int) -> list[np.ndarray]:
+    """Draw what each group has stored: all, all up to somewhere, a few holes, or anything."""
+    stored = np.ones((num_groups, num_hashes), dtype=np.uint8)
+    shapes = st.sampled_from(["all", "all", "prefix", "holes", "holes", "any"])
+    for row in stored:
+        match draw(shapes):
             case "prefix":
                 row[draw(st.integers(0, num_hashes)) :] = 0
             case "holes" if num_hashes:
-                holes = draw(st.sets(st.integers(0, num_hashes - 1), max_size=4))
-                row[list(holes)] = 0
+                row[draw(st.lists(st.integers(0, num_hashes - 1), max_size=3))] = 0
             case "any":
-                bits = draw(st.integers(0, 2**num_hashes - 1))
-                row[:] = [bits >> idx & 1 for idx in range(num_hashes)]
-        rows.append(row)
-    return rows
+                anything = draw(st.binary(min_size=num_hashes, max_size=num_hashes))
+                row[:] = np.frombuffer(anything, dtype=np.uint8) & 1
+    return list(stored)
 
 
 class RecordingStore:
@@ -134,7 +152,7 @@ def test_lookup_answers_as_vllm_does(data):
     setup = data.draw(setups())
     num_tokens = data.draw(lengths(setup))
     num_hashes = num_tokens // HASH_TOKENS
-    stored = data.draw(stored_sets(setup, num_hashes))
+    stored = data.draw(stored_sets(len(setup.specs), num_hashes))
     store = RecordingStore(stored)
     answer = setup.coordinator().lookup(num_tokens, [b""] * num_hashes, store)
     expected = StoreOracle(setup).lookup(num_tokens, stored)
@@ -160,3 +178,67 @@ def test_load_and_save_masks_are_vllms(data):
     assert as_lists(coordinator.save_mask(num_tokens, start, prompt)) == local_save_mask(
         setup, num_tokens, start, prompt
     )
+
+
+@settings(fuzz, max_examples=-(-MAX_EXAMPLES // 4))
+@given(st.data())
+def test_find_longest_cache_hit_is_the_engine_cores(data):
+    """The core's own coordinator, managers and block pool, which hold the same chunks."""
+    setup = data.draw(setups())
+    assume(len([spec for spec in setup.specs if spec.prefix_cacheable]) > 1)
+    shardable = all(isinstance(spec, SHARDABLE) for spec in setup.specs)
+    dcp_size = data.draw(st.sampled_from([1, 2, 4])) if shardable else 1
+    num_tokens = data.draw(lengths(setup))
+    stored = data.draw(stored_sets(len(setup.specs), num_tokens // HASH_TOKENS))
+    partial_hits, hit_length, masks = core_hit(setup, num_tokens - 1, stored, dcp_size)
+    event(f"ranks: {dcp_size}, below the block: {partial_hits}")
+    setup = replace(across_ranks(setup, dcp_size), partial_hits=partial_hits)
+    coordinator = setup.coordinator()
+    # Groups of one spec with EAGLE: the core reads a block past the length at hand, the store not.
+    assume(not setup.use_eagle or setup.num_distinct > 1)
+    found, found_masks = coordinator.find_longest_cache_hit(num_tokens - 1, stored)
+    assert found == hit_length
+    assert as_lists(found_masks) == masks
+
+
+@settings(fuzz, max_examples=-(-MAX_EXAMPLES // 2))
+@given(st.data())
+def test_windowed_lookup_answers_as_one_call_for_everything(data):
+    """The windows start at one chunk here, so that small prompts meet many."""
+    setup = data.draw(setups())
+    num_tokens = data.draw(lengths(setup))
+    num_hashes = num_tokens // HASH_TOKENS
+    stored = data.draw(stored_sets(len(setup.specs), num_hashes))
+    hashes = [b""] * num_hashes
+    everything = setup.coordinator().lookup(num_tokens, hashes, RecordingStore(stored))
+    with (
+        mock.patch.object(answers, "ONE_CALL_CHUNKS", 0),
+        mock.patch.object(kinds, "FIRST_WINDOW_CHUNKS", data.draw(st.integers(1, 4))),
+    ):
+        windowed = setup.coordinator().lookup(num_tokens, hashes, RecordingStore(stored))
+        explained = setup.coordinator().explain(num_tokens, hashes, RecordingStore(stored))
+    event(f"calls: {min(windowed.num_calls, 5)}")
+    assert windowed.hit_length == everything.hit_length == explained.hit_length
+    assert as_lists(windowed.load_masks) == as_lists(everything.load_masks)
+    assert windowed.tail_boundaries == everything.tail_boundaries
+    assert windowed.num_keys_asked <= everything.num_keys_asked
+    assert explained.line
+
+
+@settings(fuzz, max_examples=-(-MAX_EXAMPLES // 4))
+@given(st.data())
+def test_load_asks_for_nothing_that_was_not_seen(data):
+    """Every block of the load masks is stored: its tail under the boundary that is named."""
+    setup = data.draw(setups())
+    num_tokens = data.draw(lengths(setup))
+    stored = data.draw(stored_sets(len(setup.specs), num_tokens // HASH_TOKENS))
+    store = RecordingStore(stored)
+    answer = setup.coordinator().lookup(num_tokens, [b""] * (num_tokens // HASH_TOKENS), store)
+    tails = dict(answer.tail_boundaries)
+    for group, mask in enumerate(answer.load_masks):
+        block_tokens = setup.specs[group].block_size
+        for block in np.flatnonzero(mask).tolist():
+            end = tails[group] if block == len(mask) - 1 else (block + 1) * block_tokens
+            chunk = (group, end // HASH_TOKENS - 1)
+            assert chunk in store.asked
+            assert stored[group][chunk[1]]

@@ -51,16 +51,21 @@ def source_files():
     if (ROOT / ".git").exists() and listing.returncode == 0:
         paths = [ROOT / line for line in listing.stdout.splitlines()]
     else:
-        paths = [path for path in ROOT.rglob("*") if not is_generated(path)]
+        paths = walk(ROOT)
     return sorted(path for path in paths if path.is_file())
 
 
+def walk(folder):
+    """Yield the files under a folder, generated ones left out."""
+    for path in folder.iterdir():
+        if not is_generated(path):
+            yield from walk(path) if path.is_dir() else [path]
+
+
 def is_generated(path):
-    parts = set(path.relative_to(ROOT).parts)
-    hidden = any(part.startswith(".") for part in parts - HIDDEN_SOURCES)
-    metadata = any(part.endswith(".egg-info") for part in parts)
-    generated = bool(parts & GENERATED_FOLDERS) or path.suffix in GENERATED_SUFFIXES
-    return hidden or metadata or generated
+    hidden = path.name.startswith(".") and path.name not in HIDDEN_SOURCES
+    folder = path.name in GENERATED_FOLDERS or path.suffix == ".egg-info"
+    return hidden or folder or path.suffix in GENERATED_SUFFIXES
 
 
 def relative(path):

@@ -44,6 +44,9 @@ class EngineSettings:
     max_batched_tokens: int = 1024
     tensor_parallel: int = 1
     num_blocks: int | None = None
+    core_process: bool = False
+    """Whether vLLM's core steps itself in a process of its own, as under ``vllm serve``; else it
+    is stepped by calls, so that tests decide what happens between two steps."""
 
     def but(self, **changes):
         """Return these settings with some changed."""
@@ -117,6 +120,7 @@ class Engine:
             "PYTHONPATH": os.pathsep.join([str(HERE), str(Path(kvxfer.__file__).parents[1])]),
         }
         environment.pop("VLLM_CPU_KVCACHE_SPACE")  # the argument in bytes counts
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(settings.core_process))
         if settings.tensor_parallel > 1:
             threads = [str(i % (os.cpu_count() or 1)) for i in range(settings.tensor_parallel)]
             environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(threads)

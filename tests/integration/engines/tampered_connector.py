@@ -53,6 +53,6 @@ open_store = kvxfer.stores.open_store
 kvxfer.stores.open_store = lambda uri: TamperedStore(open_store(uri))
 
 # After the store is replaced: the worker takes it by name.
-from kvxfer.connector import KVXferConnector  # noqa: E402
+from kvxfer.connector import KVXferConnector
 
 __all__ = ["KVXferConnector"]

@@ -32,7 +32,7 @@ def test_demo_of_the_default_model_hits_with_identical_outputs(tmp_path):
     assert cell(result.stdout, "external hit tokens") == "384"
     assert cell(result.stdout, "outputs identical") == "yes"
     assert cell(result.stdout, "loaded").startswith("12 values")
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.glob("kvxfer-demo-*")) == []
 
 
 def test_demo_fails_when_saved_values_are_damaged(tmp_path, tiny_llama):
@@ -51,7 +51,7 @@ def test_demo_names_the_log_of_an_engine_that_fails(tmp_path, tiny_llama):
     result = run_demo(work, "--model", str(broken), "--prompt-tokens", "65")
     assert result.returncode == 1
     log = re.search(r"log of vLLM: (\S+)", result.stdout)[1]
-    assert "safetensors" in Path(log).read_text()
+    assert "Cannot find any model weights" in Path(log).read_text()
 
 
 def cell(table, name):

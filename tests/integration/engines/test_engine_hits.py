@@ -5,7 +5,7 @@ import pytest
 from engine_checks import assert_loads_matter, compute_again, compute_cold, whole_blocks
 from engine_models import BLOCK_TOKENS, loadable
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 AROUND_BLOCKS = [blocks * BLOCK_TOKENS + offset for blocks in (2, 3, 8) for offset in (-1, 0, 1)]
 
 

@@ -6,7 +6,7 @@ import tamper_modes
 from engine_checks import assert_loads_matter, compute_again, compute_cold
 from engine_models import BLOCK_TOKENS, loadable
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 
 def test_chunked_prefill_saves_and_loads_whole_blocks(engine_pool, settings, store, prompts):
@@ -44,9 +44,9 @@ def test_without_prefix_caching_every_repeat_loads(engine_pool, settings, store,
 
 
 def test_preempted_requests_keep_their_outputs(engine_pool, engine, settings, new_store, prompts):
-    # Four requests that end at 8 blocks each, in 20 blocks: some are preempted as they grow.
+    # Four requests that fill 20 blocks as they start: some are preempted when the others grow.
     batch = [prompts.draw(4 * BLOCK_TOKENS + 1) for _ in range(4)]
-    options = {"max_tokens": 4 * BLOCK_TOKENS - 1}
+    options = {"max_tokens": 2 * BLOCK_TOKENS}
     expected = engine.generate(batch, **options)
     small_store = new_store()
     small = engine_pool.get(settings.but(store=small_store.uri, num_blocks=21))
@@ -87,3 +87,14 @@ def test_other_requests_go_on_while_a_load_is_held(engine, store, prompts):
         assert len(engine.generate([fresh]).outputs[0].tokens) > 0
         engine.abort(name)
     assert compute_again(engine, [stored]).outputs == cold.outputs
+    assert_loads_matter(engine, [stored], cold)
+
+
+def test_core_in_its_own_process_saves_and_loads(engine_pool, settings, store, prompts):
+    engine = engine_pool.get(settings.but(core_process=True))
+    batch = [prompts.draw(4 * BLOCK_TOKENS + offset) for offset in (-1, 0, 1)]
+    cold = compute_cold(engine, store, batch)
+    warm = compute_again(engine, batch)
+    assert warm.external_hits == sum(loadable(len(prompt)) for prompt in batch)
+    assert warm.outputs == cold.outputs
+    assert_loads_matter(engine, batch, cold)

@@ -5,7 +5,7 @@ import pytest
 from engine_checks import assert_loads_matter, compute_again, compute_cold
 from engine_models import BLOCK_TOKENS
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 
 def test_consumer_loads_what_others_saved_and_saves_nothing(

@@ -7,7 +7,7 @@ import pytest
 from engine_checks import assert_loads_matter, compute_again, compute_cold
 from engine_models import BLOCK_TOKENS
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 
 def test_two_engines_load_what_the_other_saved_at_the_same_time(

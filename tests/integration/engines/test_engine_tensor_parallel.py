@@ -6,7 +6,7 @@ import tamper_modes
 from engine_checks import assert_loads_matter, compute_again, compute_cold, whole_blocks
 from engine_models import BLOCK_TOKENS
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 SUM_TOLERANCE = 1e-4
 """Two ranks add partial sums in another order than one: logprobs differ in the last bits."""
 

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The native scans: they stop at what they do not know, and refuse sizes that do not divide."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvxfer._native.hits import (
+    ABSENT,
+    PRESENT,
+    UNKNOWN,
+    find_chunked_local,
+    find_full,
+    find_mamba,
+    find_sliding_window,
+)
+
+STATES = {"?": UNKNOWN, "0": ABSENT, "1": PRESENT}
+
+
+def states(text: str) -> np.ndarray:
+    return np.array([STATES[char] for char in text], dtype=np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("text", "unknown_idx"),
+    [("????", 0), ("11??", 2), ("110?", -1), ("1111", -1), ("", -1)],
+)
+def test_find_full_stops_at_the_first_unknown_from_the_left(text, unknown_idx):
+    assert find_full(states(text), 64, 16, 16, 16, False)[3] == unknown_idx
+
+
+@pytest.mark.parametrize(
+    ("text", "unknown_idx"),
+    [("????", 3), ("???1", 2), ("??11", -1), ("?110", -1), ("?101", 0), ("??00", 1)],
+)
+def test_find_sliding_window_stops_at_the_first_unknown_from_the_right(text, unknown_idx):
+    assert find_sliding_window(states(text), 64, 16, 16, 16, False, 32)[3] == unknown_idx
+
+
+def test_find_sliding_window_reads_only_what_a_run_can_lie_on():
+    """Boundaries are 4 blocks apart and a run has 2: the other two are never read."""
+    assert find_sliding_window(states("??00??01"), 128, 16, 16, 64, False, 32) == (0, 0, 0, -1)
+    assert find_sliding_window(states("??11??01"), 128, 16, 16, 64, False, 32) == (64, 2, 4, -1)
+
+
+@pytest.mark.parametrize(
+    ("text", "max_tokens", "hit"),
+    [
+        ("??????", 96, (96, 6, 6, -1)),
+        ("??????", 95, (0, 0, 0, 4)),
+        ("????1?", 95, (80, 4, 5, -1)),
+        ("????0?", 95, (64, 4, 4, -1)),
+    ],
+    ids=["on_a_chunk", "unknown", "stored", "missing"],
+)
+def test_find_chunked_local_reads_the_last_chunk_alone(text, max_tokens, hit):
+    assert find_chunked_local(states(text), max_tokens, 16, 16, 32) == hit
+
+
+@pytest.mark.parametrize(
+    ("text", "unknown_idx"), [("????", 3), ("???0", 1), ("?0?0", -1), ("?1?0", -1)]
+)
+def test_find_mamba_reads_boundaries_from_the_right(text, unknown_idx):
+    assert find_mamba(states(text), 64, 16, 16, 32)[3] == unknown_idx
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((-1, 16, 16, 16), "max_tokens is -1"),
+        ((64, 24, 16, 48), "block_tokens is 24"),
+        ((64, 16, 0, 16), "block_tokens is 16"),
+        ((64, 32, 16, 48), "align_tokens is 48"),
+        ((64, 16, 16, 0), "align_tokens is 0"),
+    ],
+)
+def test_scans_refuse_sizes_that_do_not_divide(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        find_full(states("1111"), *sizes, False)
+
+
+def test_scans_refuse_an_empty_reach():
+    with pytest.raises(ValueError, match="window_tokens is 0"):
+        find_sliding_window(states("1"), 16, 16, 16, 16, False, 0)
+    with pytest.raises(ValueError, match="chunk_tokens is 0"):
+        find_chunked_local(states("1"), 16, 16, 16, 0)
+
+
+def test_scans_read_no_further_than_the_answers():
+    for find in (find_full, find_mamba):
+        arguments = (states("11"), 1 << 40, 16, 16, 16)
+        tokens = find(*arguments, False)[0] if find is find_full else find(*arguments)[0]
+        assert tokens == 32
