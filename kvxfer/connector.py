@@ -133,6 +133,17 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
         """Forward; see ``KVXferScheduler``."""
         return self._scheduler.request_finished(request), None
 
+    def register_finished_partial_tail(
+        self,
+        request: Request,
+        block_ids: tuple[list[int], ...],
+        partial_tail_offloads: list[tuple[int, int, int]],
+    ) -> bool:
+        """Forward; see ``KVXferScheduler``."""
+        return self._scheduler.register_finished_partial_tail(
+            request, block_ids, partial_tail_offloads
+        )
+
     def has_pending_push_work(self) -> bool:
         """Forward; see ``KVXferScheduler``."""
         return self._scheduler.has_pending_push_work()

@@ -12,24 +12,25 @@ Calls, in vLLM's order within a step:
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
 import vllm
 
-from kvxfer._native.keys import pack_chunk_hashes
-from kvxfer.config import KVXferConfig, Role
-from kvxfer.hits import Coordinator
+from kvxfer.chunk_planner import ChunkPlanner, HandedBlock, Tables
+from kvxfer.config import KVXferConfig
 from kvxfer.lookup import Endpoint, LookupClient, LookupReply, reset_ranks
+from kvxfer.lookup.key_spaces import KeySpacesPayload
 from kvxfer.messages import KVXferHandshake, KVXferMetadata, KVXferWorkerMetadata
 from kvxfer.pins import BlockPins
-from kvxfer.transfer.specs import NULL_BLOCK_ID, Chunks, LoadSpec, SaveSpec
+from kvxfer.request_state import Answer, Offer, RequestState
+from kvxfer.save_orders import SaveOrders
+from kvxfer.transfer.specs import LoadSpec
 from kvxfer.vllm_specs import (
     EngineFacts,
     check_version,
@@ -66,46 +67,13 @@ class Lookups(Protocol):
         """Forget the question."""
         ...
 
-    def ping(self, timeout_s: float) -> bool:
-        """Return whether the server answers."""
+    def send_key_spaces(self, payload: bytes, timeout_s: float) -> bool:
+        """Return whether the server took them."""
         ...
 
     def close(self) -> None:
         """Close the channel."""
         ...
-
-
-@dataclass(slots=True)
-class Offer:
-    """A hit that was promised to vLLM: tokens ``local_tokens`` to ``hit_tokens`` can be loaded."""
-
-    local_tokens: int
-    hit_tokens: int
-
-
-@dataclass(slots=True)
-class Answer:
-    """A lookup's answer, kept while the request waits for blocks."""
-
-    hit_tokens: int
-    num_tokens: int
-    """Prompt length that was asked about; another length needs another answer."""
-    expires_s: float
-
-
-@dataclass(slots=True)
-class RequestState:
-    """What is remembered of one unfinished request."""
-
-    request: Request
-    saved_tokens: int = 0
-    """Tokens from the start that are stored or ordered to be: saves go on from here."""
-    answer: Answer | None = None
-    offer: Offer | None = None
-    may_save: bool = True
-    """False for a request that was alive at a reset."""
-    load_failed: bool = False
-    """A load failed: nothing is offered again, so that the request makes progress."""
 
 
 class KVXferScheduler:
@@ -125,23 +93,15 @@ class KVXferScheduler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config, self._facts, self._lookups, self._clock = config, facts, lookups, clock
-        self._role = Role(facts.role)
-        self._saves = self._role.saves_prompts or config.save_decode_cache
-        self._coordinator = Coordinator(
-            facts.groups,
-            facts.hash_tokens,
-            facts.block_tokens,
-            partial_hits=facts.partial_hits,
-            use_eagle=facts.use_eagle,
-            retention_tokens=facts.retention_tokens,
-        )
-        self._alignment = facts.hash_tokens if facts.partial_hits else facts.block_tokens
+        self._alignment = facts.align_tokens
         self._requests: dict[str, RequestState] = {}
+        self._planner = ChunkPlanner(facts.coordinator())
         self._loads: list[LoadSpec] = []
-        self._next_job_id = 0
-        self._epoch = 0
+        self._job_ids = itertools.count()
+        self._epochs = itertools.count(1)
         self._endpoints: list[Endpoint] = []
         self._pins: BlockPins | None = None
+        self._saves: SaveOrders | None = None
         self.counts: Counter[str] = Counter()
 
     @classmethod
@@ -159,6 +119,9 @@ class KVXferScheduler:
         """Take the pool whose blocks saves pin."""
         limit = self._config.max_pinned_blocks or max(1, self._facts.num_blocks // 8)
         self._pins = BlockPins(pool, num_ranks=self._facts.num_ranks, max_blocks=limit)
+        self._saves = SaveOrders(
+            self._config, self._facts, self._planner, self._pins, self._job_ids
+        )
 
     # Waiting requests
 
@@ -183,7 +146,7 @@ class KVXferScheduler:
         num_tokens = answer.hit_tokens - num_computed_tokens
         if num_tokens <= 0:
             return 0, False
-        state.offer = Offer(num_computed_tokens, answer.hit_tokens)
+        state.offer = Offer(num_computed_tokens, answer.hit_tokens, answer.tail_boundaries)
         return num_tokens, True
 
     def update_state_after_alloc(
@@ -197,15 +160,34 @@ class KVXferScheduler:
         state = self._state(request)
         offer, state.offer = state.offer, None
         state.answer = None
+        state.prefill_tokens = request.num_tokens
         if offer is None or num_external_tokens <= 0:
             return
         hit_tokens = min(offer.hit_tokens, offer.local_tokens + num_external_tokens)
-        chunks = self._load_chunks(request, blocks.get_block_ids(), offer.local_tokens, hit_tokens)
+        tails = offer.tail_boundaries if hit_tokens == offer.hit_tokens else {}
+        chunks = self._planner.loads(
+            request, blocks.get_block_ids(), offer.local_tokens, hit_tokens, tails
+        )
         self._loads.append(
-            LoadSpec(self._new_job_id(), request.request_id, offer.local_tokens, hit_tokens, chunks)
+            LoadSpec(
+                next(self._job_ids), request.request_id, offer.local_tokens, hit_tokens, chunks
+            )
         )
         self.counts["tokens_ordered"] += hit_tokens - offer.local_tokens
         state.saved_tokens = max(state.saved_tokens, hit_tokens)
+
+    def register_finished_partial_tail(
+        self, request: Request, tables: Tables, handed: Sequence[HandedBlock]
+    ) -> bool:
+        """Order, at a request's end, the states that the core hands over last.
+
+        False: the save has its own pins, so the request's blocks need not wait. The order goes
+        out with the next step.
+        """
+        state = self._requests.get(request.request_id)
+        if state is not None and self._saves is not None and handed:
+            self._saves.order_finished(state, tables, handed)
+        return False
 
     def request_finished(self, request: Request) -> bool:
         """Forget the request; False: its blocks may be freed, running saves hold their own pins."""
@@ -217,7 +199,8 @@ class KVXferScheduler:
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVXferMetadata:
         """Return the jobs of this step: loads ordered since the last, saves of full blocks."""
         loads, self._loads = tuple(self._loads), []
-        return KVXferMetadata(saves=self._order_saves(scheduler_output), loads=loads)
+        saves = () if self._saves is None else self._saves.order(scheduler_output, self._requests)
+        return KVXferMetadata(saves=saves, loads=loads)
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """Take the workers' events: release pins, note failed loads."""
@@ -238,12 +221,16 @@ class KVXferScheduler:
         return self._pins is not None and self._pins.num_jobs > 0
 
     def set_handshakes(self, handshakes: Sequence[KVXferHandshake]) -> None:
-        """Take what the ranks said of themselves, rank 0 first, and connect to it.
+        """Take what the ranks said of themselves, rank 0 first, and tell it what a hit needs.
 
         Start-up waits here for the lookup server, so that the first request can hit already.
         """
         self._endpoints = [Endpoint(Path(handshake.endpoint)) for handshake in handshakes]
-        if not self._lookups.ping(CONNECT_TIMEOUT_S):
+        spaces = KeySpacesPayload(
+            key_prefixes=tuple(dict.fromkeys(p for h in handshakes for p in h.key_prefixes)),
+            eagle_groups=tuple(i for i, group in enumerate(self._facts.groups) if group.eagle),
+        )
+        if not self._lookups.send_key_spaces(spaces.encode(), CONNECT_TIMEOUT_S):
             logger.warning("the lookup server does not answer; lookups are misses until it does")
 
     def reset(self) -> bool:
@@ -254,12 +241,14 @@ class KVXferScheduler:
         no put of this engine lands after the reset. Requests alive now never save again: part of
         their KV may be of the weights before. Waits at most ``reset_timeout_s``.
         """
-        self._epoch += 1
+        epoch = next(self._epochs)
+        if self._saves is not None:
+            self._saves.epoch = epoch
         for state in self._requests.values():
             self._lookups.discard(state.request.request_id)
             state.answer = None
             state.may_save = False
-        return reset_ranks(self._endpoints, self._epoch, self._config.reset_timeout_s)
+        return reset_ranks(self._endpoints, epoch, self._config.reset_timeout_s)
 
     def shutdown(self) -> None:
         """Close the lookup channel; idempotent."""
@@ -303,10 +292,13 @@ class KVXferScheduler:
         )
         if reply is None:
             return None
-        hit_tokens = self._believable(reply.hit_length, request.num_tokens)
-        expires_s = self._clock() + self._config.answer_max_age_s
-        state.answer = Answer(hit_tokens, request.num_tokens, expires_s)
-        state.saved_tokens = max(state.saved_tokens, hit_tokens)
+        state.answer = Answer(
+            hit_tokens=self._believable(reply.hit_length, request.num_tokens),
+            tail_boundaries=dict(reply.tail_boundaries),
+            num_tokens=request.num_tokens,
+            expires_s=self._clock() + self._config.answer_max_age_s,
+        )
+        state.saved_tokens = max(state.saved_tokens, state.answer.hit_tokens)
         return state.answer
 
     def _believable(self, hit_tokens: int, num_tokens: int) -> int:
@@ -317,115 +309,6 @@ class KVXferScheduler:
         logger.warning("lookup answered %d of %d tokens; refused", hit_tokens, num_tokens)
         return 0
 
-    # Loads and saves
-
-    def _load_chunks(
-        self, request: Request, block_ids: Sequence[Sequence[int]], start: int, hit_tokens: int
-    ) -> tuple[Chunks, ...]:
-        """Return the chunks that each group needs for tokens ``start`` to ``hit_tokens``."""
-        found = []
-        for group_idx, mask in enumerate(self._coordinator.load_mask(hit_tokens)):
-            block_tokens = self._facts.groups[group_idx].block_tokens
-            first = start // block_tokens
-            wanted = np.flatnonzero(mask[first:]) + first
-            if len(wanted):
-                found.append(
-                    self._chunks(
-                        request,
-                        group_idx,
-                        block_ids[group_idx],
-                        int(wanted[0]),
-                        int(wanted[-1]) + 1,
-                    )
-                )
-        return tuple(found)
-
-    def _chunks(
-        self, request: Request, group_idx: int, block_ids: Sequence[int], first: int, stop: int
-    ) -> Chunks:
-        """Return blocks ``first`` to ``stop`` of a group with the hashes at their ends."""
-        per_block = self._facts.groups[group_idx].block_tokens // self._facts.hash_tokens
-        hashes = pack_chunk_hashes(
-            request.block_hashes, (first + 1) * per_block - 1, per_block, stop - first
-        )
-        return Chunks(
-            group=group_idx,
-            block_ids=np.array(block_ids[first:stop], dtype=np.int32),
-            hashes=hashes,
-            hash_bytes=len(hashes) // (stop - first),
-        )
-
-    def _order_saves(self, output: SchedulerOutput) -> tuple[SaveSpec, ...]:
-        """Order saves of the blocks that this step completes; most requests have none."""
-        block_state = output.kv_connector_block_state
-        if self._pins is None or block_state is None or not self._saves:
-            return ()
-        saves = []
-        for request_id, num_computed in _scheduled(output):
-            state = self._requests.get(request_id)
-            if state is None or not state.may_save:
-                continue
-            start, end = self._saveable(state, num_computed)
-            if start < end and (block_ids := block_state.get_block_ids(request_id)) is not None:
-                spec = self._order_save(state, block_ids, start, end)
-                if spec is not None:
-                    saves.append(spec)
-        return tuple(saves)
-
-    def _saveable(self, state: RequestState, num_computed: int) -> tuple[int, int]:
-        """Return the tokens [start, end) to save: computed by this step, hashed, whole blocks."""
-        request, block = state.request, self._facts.block_tokens
-        start = state.saved_tokens
-        if not self._role.saves_prompts:
-            start = max(start, request.num_prompt_tokens // block * block)
-        limit = min(num_computed, len(request.block_hashes) * self._facts.hash_tokens)
-        if not self._config.save_decode_cache:
-            limit = min(limit, request.num_prompt_tokens)
-        return start // block * block, limit // block * block
-
-    def _order_save(
-        self, state: RequestState, block_ids: Sequence[Sequence[int]], start: int, end: int
-    ) -> SaveSpec | None:
-        """Return a save with its blocks pinned, as much of it as the pins admit.
-
-        What is left over is ordered by a later step of the request, or never. Null blocks are
-        no chunks.
-        """
-        assert self._pins is not None
-        block = self._facts.block_tokens
-        end = min(end, start + self._pins.num_free // len(self._facts.groups) * block)
-        if end <= start:
-            self.counts["saves_put_off"] += 1
-            return None
-        chunks = tuple(
-            self._chunks(
-                state.request,
-                idx,
-                block_ids[idx],
-                start // group.block_tokens,
-                end // group.block_tokens,
-            ).without_block(NULL_BLOCK_ID)
-            for idx, group in enumerate(self._facts.groups)
-        )
-        state.saved_tokens = end
-        spec = SaveSpec(self._new_job_id(), state.request.request_id, self._epoch, chunks)
-        self._pins.pin(spec.job_id, [int(b) for part in chunks for b in part.block_ids])
-        return spec
-
-    def _new_job_id(self) -> int:
-        self._next_job_id += 1
-        return self._next_job_id - 1
-
     def _forget(self, request_id: str) -> None:
         if self._requests.pop(request_id, None) is not None:
             self._lookups.discard(request_id)
-
-
-def _scheduled(output: SchedulerOutput) -> Iterator[tuple[str, int]]:
-    """Yield every scheduled request with the tokens that are computed once the step is done."""
-    num_scheduled = output.num_scheduled_tokens
-    for new in output.scheduled_new_reqs:
-        yield new.req_id, new.num_computed_tokens + num_scheduled[new.req_id]
-    cached = output.scheduled_cached_reqs
-    for request_id, num_computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
-        yield request_id, num_computed + num_scheduled[request_id]

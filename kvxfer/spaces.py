@@ -3,14 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from kvxfer.blocks import BlockLayout
 from kvxfer.keys import KeySpace, key_prefix, reset_prefix
 from kvxfer.vllm_specs import EngineFacts, LayerSet, ValueNames
-
-STAGE = 0
-"""Pipeline stage: engines of several stages are refused so far."""
 
 
 class RankSpaces:
@@ -18,7 +15,8 @@ class RankSpaces:
 
     ``held``: shards that lie in this rank's KV cache, which it loads. ``saved``: those of them
     that it also saves; of replicas one rank does. ``all_shards``: what a chunk consists of over
-    all ranks, so that rank 0 can tell whether it is whole.
+    all ranks, so that rank 0 can tell whether it is whole. A rank can derive it for its own
+    pipeline stage; of others it is told (``set_all_shards``), and knows nothing before.
     """
 
     def __init__(
@@ -31,7 +29,9 @@ class RankSpaces:
         classes = {(c.group, c.heads): (i, c.value_bytes) for i, c in enumerate(layout.classes)}
         for set_idx, layer_set, name in _named_sets(facts, names):
             for heads in layer_set.shards():
-                prefix = key_prefix(cache_prefix, names.model, names.digest, name, STAGE, heads)
+                prefix = key_prefix(
+                    cache_prefix, names.model, names.digest, name, facts.pp_rank, heads
+                )
                 class_id, value_bytes = classes.get((set_idx, heads), (-1, 0))
                 space = KeySpace(layer_set.group, prefix, class_id, value_bytes)
                 self.all_shards.setdefault(layer_set.group, []).append(space)
@@ -39,6 +39,15 @@ class RankSpaces:
                     self.held.setdefault(layer_set.group, []).append(space)
                     if layer_set.is_first_replica:
                         self.saved.setdefault(layer_set.group, []).append(space)
+        if facts.pp_size > 1:
+            self.all_shards = {}
+
+    def set_all_shards(self, key_prefixes: Iterable[tuple[int, bytes]]) -> None:
+        """Take the (cache group, key prefix) pairs of all ranks."""
+        shards: dict[int, list[KeySpace]] = {}
+        for group, prefix in key_prefixes:
+            shards.setdefault(group, []).append(KeySpace(group, prefix))
+        self.all_shards = shards
 
 
 def _named_sets(facts: EngineFacts, names: ValueNames) -> Iterator[tuple[int, LayerSet, str]]:

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING
 
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
 from kvxfer.blocks import BlockLayout, StagingPool
 from kvxfer.config import KVXferConfig
 from kvxfer.errors import ConfigError
-from kvxfer.hits import Coordinator
 from kvxfer.keys import KeySpace
 from kvxfer.lookup import Endpoint, LookupServer, PackedHashes
+from kvxfer.lookup.key_spaces import KeySpacesPayload
 from kvxfer.lookup.presence import StorePresence
 from kvxfer.messages import KVXferHandshake, KVXferMetadata, KVXferWorkerMetadata
 from kvxfer.spaces import RankSpaces
@@ -95,7 +95,11 @@ class KVXferWorker:
         check_version(vllm.__version__)
         config = read_config(vllm_config)
         facts = read_engine(
-            vllm_config, kv_cache_config, config, tp_rank=get_tensor_model_parallel_rank()
+            vllm_config,
+            kv_cache_config,
+            config,
+            tp_rank=get_tensor_model_parallel_rank(),
+            pp_rank=get_pp_group().rank_in_group,
         )
 
         def names(value_order: str) -> ValueNames:
@@ -117,6 +121,7 @@ class KVXferWorker:
             num_blocks=facts.num_blocks,
         )
         names = self._name_values(layout.value_order)
+        self._coordinator = facts.coordinator()
         self._spaces = RankSpaces(config.cache_prefix, facts, names, layout)
         self._staging = self._make_staging(layout)
         self._saver = Saver(
@@ -225,9 +230,17 @@ class KVXferWorker:
 
     def lookup(self, num_tokens: int, hashes: PackedHashes) -> tuple[int, list[tuple[int, int]]]:
         """Return hit length and tail boundaries of a prompt; runs in the lookup thread."""
+        if not self._spaces.all_shards:
+            return 0, []  # the other stages are not known yet
         presence = StorePresence(self._store, self._spaces.all_shards, hashes)
         answer = self._coordinator.lookup(num_tokens, hashes, presence.exists)
         return answer.hit_length, list(answer.tail_boundaries)
+
+    def set_key_spaces(self, payload: bytes) -> None:
+        """Take what the scheduler side knows of all ranks; runs in the lookup thread."""
+        told = KeySpacesPayload.decode(payload)
+        self._coordinator = self._facts.coordinator(told.eagle_groups)
+        self._spaces.set_all_shards(told.key_prefixes)
 
     def reset(self, epoch: int, remove: bool, timeout_s: float) -> bool:
         """Drop saves ordered before ``epoch``; then, with ``remove``, remove the model's keys."""
@@ -263,16 +276,8 @@ class KVXferWorker:
 
     def _make_server(self) -> LookupServer:
         facts = self._facts
-        self._coordinator = Coordinator(
-            facts.groups,
-            facts.hash_tokens,
-            facts.block_tokens,
-            partial_hits=facts.partial_hits,
-            use_eagle=facts.use_eagle,
-            retention_tokens=facts.retention_tokens,
-        )
-        endpoint = Endpoint.for_engine(facts.engine_id, facts.dp_rank, rank=facts.tp_rank)
-        return LookupServer(endpoint, self.lookup, self.reset)
+        endpoint = Endpoint.for_engine(facts.engine_id, facts.dp_rank, rank=facts.rank)
+        return LookupServer(endpoint, self.lookup, self.reset, self.set_key_spaces)
 
     def _note_load(self, spec: LoadSpec, results: KVConnectorTransferResults) -> None:
         """Report what an ended load left unwritten: nothing, unless it failed."""

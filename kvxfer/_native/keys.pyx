@@ -29,30 +29,31 @@ def build_keys(bytes prefix, const uint8_t[::1] hashes, Py_ssize_t hash_bytes,
     return keys
 
 
-def pack_chunk_hashes(list block_hashes, Py_ssize_t first_idx, Py_ssize_t step,
-                      Py_ssize_t num_chunks):
-    """Return the hashes at ``first_idx``, ``first_idx + step``, ... as one bytes object.
+def pack_hashes(list block_hashes, const int32_t[::1] hash_idx):
+    """Return ``block_hashes[i]`` for every ``i`` of ``hash_idx``, back to back.
 
-    ``block_hashes``: bytes objects of one length. Raises IndexError when the last position lies
-    outside the list, ValueError when a hash has another length than the first.
+    ``block_hashes``: bytes objects of one length. ``hash_idx`` (m,) int32. Raises IndexError for
+    the first index outside the list, ValueError for a hash of another length than the first.
     """
-    cdef Py_ssize_t width, i
+    cdef Py_ssize_t num = hash_idx.shape[0], bad, width, i
     cdef bytes one, packed
-    if num_chunks <= 0:
-        return b""
-    if first_idx < 0 or step <= 0 or first_idx + (num_chunks - 1) * step >= len(block_hashes):
+    cdef Py_ssize_t num_hashes = len(block_hashes)
+    with nogil:
+        bad = _first_outside(hash_idx, num_hashes)
+    if bad >= 0:
         raise IndexError(
-            f"{num_chunks} hashes from {first_idx} in steps of {step}, "
-            f"block_hashes has {len(block_hashes)}"
+            f"hash_idx[{bad}] is {hash_idx[bad]}, there are {num_hashes} hashes"
         )
-    width = len(block_hashes[first_idx])
-    packed = PyBytes_FromStringAndSize(NULL, width * num_chunks)
+    if num == 0:
+        return b""
+    width = len(block_hashes[hash_idx[0]])
+    packed = PyBytes_FromStringAndSize(NULL, width * num)
     cdef char *target = PyBytes_AS_STRING(packed)
-    for i in range(num_chunks):
-        one = block_hashes[first_idx + i * step]
+    for i in range(num):
+        one = block_hashes[hash_idx[i]]
         if len(one) != width:
             raise ValueError(
-                f"block_hashes[{first_idx + i * step}] has {len(one)} bytes, the first has {width}"
+                f"block_hashes[{hash_idx[i]}] has {len(one)} bytes, another one {width}"
             )
         memcpy(target + i * width, PyBytes_AS_STRING(one), width)
     return packed

@@ -187,6 +187,13 @@ class Coordinator:
                 masks[group] = mask
         return masks
 
+    def eagle_tokens(self, group: int) -> int:
+        """Return how far past a hit a group's search reads before it gives that back; often 0."""
+        for search in self._searches:
+            if group in search.merged.members and search.merged.eagle:
+                return search.peek_tokens
+        return 0
+
     def _replay_boundaries(self, prompt_tokens: int) -> tuple[int, ...]:
         """Return where a repeat of the prompt, or a longer one, resumes.
 

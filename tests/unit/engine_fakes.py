@@ -17,6 +17,8 @@ def make_facts(*, block_tokens=16, role="kv_both", num_ranks=1, num_blocks=256) 
         role=role,
         tp_rank=0,
         tp_size=num_ranks,
+        pp_rank=0,
+        pp_size=1,
         dp_rank=0,
         num_ranks=num_ranks,
         num_blocks=num_blocks,
@@ -76,6 +78,9 @@ class FakeLookups:
     def discard(self, key):
         self.discarded.append(key)
 
+    def send_key_spaces(self, payload, timeout_s):
+        return True
+
     def close(self):
         pass
 
@@ -106,7 +111,7 @@ def allocated(*block_ids):
     return SimpleNamespace(get_block_ids=lambda: (list(block_ids),))
 
 
-def step(new=(), cached=(), tables=None):
+def step(new=(), cached=(), tables=None, handed=None):
     """Return a SchedulerOutput: ``new`` and ``cached`` are (id, computed, scheduled) triples."""
     tables = tables or {}
     return SimpleNamespace(
@@ -121,7 +126,8 @@ def step(new=(), cached=(), tables=None):
         finished_req_ids=set(),
         preempted_req_ids=None,
         kv_connector_block_state=SimpleNamespace(
-            get_block_ids=lambda name: (tables[name],) if name in tables else None
+            get_block_ids=lambda name: (tables[name],) if name in tables else None,
+            boundary_state_offloads=handed or {},
         ),
     )
 

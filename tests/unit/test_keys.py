@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer import keys
-from kvxfer._native.keys import build_keys, pack_chunk_hashes
+from kvxfer._native.keys import build_keys, pack_hashes
 
 HASHES = [hashlib.sha256(bytes([i])).digest() for i in range(8)]
 PACKED = b"".join(HASHES)
@@ -48,20 +48,21 @@ def test_build_keys_of_nothing_is_empty():
     assert build_keys(b"p", b"", 32, np.zeros(0, dtype=np.int32)) == []
 
 
-@given(st.integers(0, 7), st.integers(1, 4), st.integers(0, 8))
-def test_pack_chunk_hashes_takes_every_step_th_hash_or_says_what_is_missing(first, step, num):
-    positions = [first + i * step for i in range(num)]
-    if positions and positions[-1] > 7:
-        with pytest.raises(IndexError, match="block_hashes has 8"):
-            pack_chunk_hashes(HASHES, first, step, num)
-    else:
-        packed = pack_chunk_hashes(HASHES, first, step, num)
-        assert packed == b"".join(HASHES[i] for i in positions)
+@given(st.lists(st.integers(0, 7)))
+def test_pack_hashes_joins_the_chosen_hashes(picks):
+    packed = pack_hashes(HASHES, np.array(picks, dtype=np.int32))
+    assert packed == b"".join(HASHES[i] for i in picks)
 
 
-def test_pack_chunk_hashes_refuses_hashes_of_two_lengths():
+@pytest.mark.parametrize("bad", [-1, 8], ids=["negative", "past_the_end"])
+def test_pack_hashes_names_the_first_index_outside(bad):
+    with pytest.raises(IndexError, match=rf"hash_idx\[1\] is {bad}, there are 8 hashes"):
+        pack_hashes(HASHES, np.array([0, bad], dtype=np.int32))
+
+
+def test_pack_hashes_refuses_hashes_of_two_lengths():
     with pytest.raises(ValueError, match=r"block_hashes\[1\] has 2 bytes"):
-        pack_chunk_hashes([b"abc", b"ab"], 0, 1, 2)
+        pack_hashes([b"abc", b"ab"], np.array([0, 1], dtype=np.int32))
 
 
 def test_longest_possible_key_fits_the_511_bytes_of_lmdb():

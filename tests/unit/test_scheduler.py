@@ -324,7 +324,7 @@ def test_pins_are_bounded_and_the_rest_is_saved_when_there_is_room(make, pool):
     (save,) = scheduler.build_connector_meta(step(new=[("a", 0, 64)], tables=tables)).saves
     assert save.chunks[0].block_ids.tolist() == [1, 2]
     assert saves_of(scheduler, cached=[("a", 64, 1)], tables=tables) == []
-    assert scheduler.counts["saves_put_off"] == 1
+    assert scheduler._saves.counts["saves_put_off"] == 1
     scheduler.update_connector_output(
         worker_output(KVXferWorkerMetadata(blocks_free={save.job_id: 1}))
     )

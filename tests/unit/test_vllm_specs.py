@@ -17,8 +17,8 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
     MLAAttentionSpec,
-    SlidingWindowSpec,
 )
 
 from kvxfer.blocks import BlockLayout
@@ -344,18 +344,15 @@ def test_other_version_is_refused_with_the_range(version):
         check_version(version)
 
 
-def test_other_group_kinds_are_refused_by_name(vllm_config):
-    window = SlidingWindowSpec(
-        block_size=32, num_kv_heads=4, head_size=16, dtype=torch.float32, sliding_window=64
-    )
-    with pytest.raises(UnsupportedError, match="kind SlidingWindowSpec"):
-        prefixes(vllm_config, cache_config(window))
+def test_recurrent_states_that_are_not_aligned_are_refused_with_the_option(vllm_config):
+    spec = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,))
+    with pytest.raises(UnsupportedError, match="--mamba-cache-mode align"):
+        prefixes(vllm_config, cache_config(spec))
 
 
 @pytest.mark.parametrize(
     ("part", "name", "value", "message"),
     [
-        ("parallel_config", "pipeline_parallel_size", 2, "pipeline parallelism"),
         ("parallel_config", "decode_context_parallel_size", 2, "context parallelism"),
         ("parallel_config", "nnodes", 2, "embedded store is shared by one host"),
         ("model_config", "enable_sleep_mode", True, "sleep mode"),

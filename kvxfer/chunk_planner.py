@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which chunks a load or a save consists of: blocks of vLLM's tables, hashes at their ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvxfer._native.keys import pack_hashes
+from kvxfer.hits import Coordinator
+from kvxfer.transfer.specs import NULL_BLOCK_ID, Chunks
+
+Tables = Sequence[Sequence[int]]
+"""Block ids of one request, by cache group."""
+HandedBlock = tuple[int, int, int]
+"""(group, block id, tokens): the core hands over a block whose state covers so many tokens."""
+
+
+class Hashed(Protocol):
+    """The part of vLLM's request that planning reads."""
+
+    block_hashes: list[bytes]
+    num_prompt_tokens: int
+
+
+class ChunkPlanner:
+    """Turns token ranges into chunks, by the masks of ``hits.Coordinator``; scheduler side.
+
+    Null blocks never become chunks. Tokens without a hash never do: callers ask for hashed
+    tokens only, and a hand-over beyond the hashes is left out.
+    """
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self._hash_tokens = coordinator.hash_tokens
+        self._block_tokens = [group.block_tokens for group in coordinator.groups]
+        kinds = {group.kind for group in coordinator.groups if group.cacheable}
+        self._all_full = kinds == {"full"}
+
+    def loads(
+        self,
+        request: Hashed,
+        tables: Tables,
+        local_tokens: int,
+        hit_tokens: int,
+        tail_boundaries: Mapping[int, int],
+    ) -> tuple[Chunks, ...]:
+        """Return what each group needs beyond ``local_tokens`` to hold a hit of ``hit_tokens``.
+
+        ``tail_boundaries``: group -> token at which the chunk ends under whose key the group's
+        last block is stored.
+        """
+        found = []
+        for group, mask in enumerate(self._coordinator.load_mask(hit_tokens)):
+            first = local_tokens // self._block_tokens[group]
+            block_idx = np.flatnonzero(mask[first:]) + first
+            ends = np.minimum((block_idx + 1) * self._block_tokens[group], hit_tokens)
+            if len(ends) and block_idx[-1] == len(mask) - 1:
+                ends[-1] = tail_boundaries.get(group, ends[-1])
+            found.append(self._chunks(request, group, tables[group], block_idx, ends))
+        return tuple(chunks for chunks in found if len(chunks))
+
+    def saves(self, request: Hashed, tables: Tables, start: int, end: int) -> tuple[Chunks, ...]:
+        """Return the chunks of tokens [start, end), multiples of the common block, to save.
+
+        What vLLM's own prefix cache would retain; recurrent states are handed over instead.
+        """
+        found = []
+        for group, block_idx in enumerate(self._saved_blocks(start, end, request)):
+            ends = (block_idx + 1) * self._block_tokens[group]
+            found.append(self._chunks(request, group, tables[group], block_idx, ends))
+        return tuple(chunks for chunks in found if len(chunks))
+
+    def handed(self, request: Hashed, blocks: Iterable[HandedBlock]) -> tuple[Chunks, ...]:
+        """Return the chunks of blocks that the core hands over, each keyed at its tokens."""
+        hashed_tokens = len(request.block_hashes) * self._hash_tokens
+        found = []
+        for group, block_id, tokens in blocks:
+            if 0 < tokens <= hashed_tokens and tokens % self._hash_tokens == 0:
+                end = np.array([tokens])
+                found.append(self._chunks(request, group, [block_id], np.array([0]), end))
+        return tuple(chunks for chunks in found if len(chunks))
+
+    def prompt_tail(
+        self, request: Hashed, tables: Tables, boundary: int, computed_tokens: int
+    ) -> tuple[Chunks, ...]:
+        """Return what a hit at ``boundary``, below a common block, needs of the attention groups.
+
+        Their blocks from the last common block to ``boundary`` and, for EAGLE groups, as far as
+        the search reads past a hit; the last one is keyed where that ends. Groups of which that
+        is not computed or hashed yet are left out, recurrent ones are handed over.
+        """
+        found = []
+        start = boundary // self._coordinator.block_tokens * self._coordinator.block_tokens
+        known = min(computed_tokens, len(request.block_hashes) * self._hash_tokens)
+        for group, description in enumerate(self._coordinator.groups):
+            end = boundary + self._coordinator.eagle_tokens(group)
+            if not description.cacheable or description.kind == "mamba" or end > known:
+                continue
+            size = self._block_tokens[group]
+            block_idx = np.arange(start // size, -(-end // size))
+            ends = np.minimum((block_idx + 1) * size, end)
+            found.append(self._chunks(request, group, tables[group], block_idx, ends))
+        return tuple(chunks for chunks in found if len(chunks))
+
+    def _saved_blocks(self, start: int, end: int, request: Hashed) -> list[NDArray[np.int64]]:
+        """Return the indices of the blocks to save, by group."""
+        if self._all_full:
+            return [
+                np.arange(start // size, end // size) if group.cacheable else np.arange(0)
+                for size, group in zip(self._block_tokens, self._coordinator.groups, strict=True)
+            ]
+        masks = self._coordinator.save_mask(end, start, request.num_prompt_tokens)
+        return [np.flatnonzero(mask) for mask in masks]
+
+    def _chunks(
+        self,
+        request: Hashed,
+        group: int,
+        table: Sequence[int],
+        block_idx: NDArray[np.int64],
+        ends: NDArray[np.int64],
+    ) -> Chunks:
+        """Return the blocks at ``block_idx`` of a table, keyed by the hashes at ``ends``."""
+        inside = block_idx < len(table)
+        block_idx, ends = block_idx[inside], ends[inside]
+        block_ids = np.array([table[idx] for idx in block_idx.tolist()], dtype=np.int32)
+        hashes = pack_hashes(request.block_hashes, (ends // self._hash_tokens - 1).astype(np.int32))
+        chunks = Chunks(group, block_ids, hashes, len(hashes) // max(1, len(block_ids)))
+        return chunks.without_block(NULL_BLOCK_ID)

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which blocks a step makes worth saving, ordered with their pins."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from kvxfer.chunk_planner import ChunkPlanner, HandedBlock, Tables
+from kvxfer.config import KVXferConfig, Role
+from kvxfer.pins import BlockPins
+from kvxfer.request_state import RequestState
+from kvxfer.transfer.specs import Chunks, SaveSpec
+from kvxfer.vllm_specs import EngineFacts, prefill_checkpoint
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+
+class SaveOrders:
+    """Orders saves of what a step completes; scheduler side, owns the pins of their blocks.
+
+    Three sources: whole blocks of hashed tokens that the step computes; the part of a prompt
+    below the common block, where hits may end there; recurrent states that the core hands over.
+    A block is ordered once, pinned until every rank has packed it, and within
+    ``max_pinned_blocks``: what finds no room is put off to a later step of its request.
+    """
+
+    def __init__(
+        self,
+        config: KVXferConfig,
+        facts: EngineFacts,
+        planner: ChunkPlanner,
+        pins: BlockPins,
+        job_ids: Iterator[int],
+    ) -> None:
+        self._config, self._facts, self._planner = config, facts, planner
+        self._pins, self._job_ids = pins, job_ids
+        self._role = Role(facts.role)
+        self._ready: list[SaveSpec] = []
+        self.epoch = 0
+        """Resets so far; stamped on every order."""
+        self.counts: Counter[str] = Counter()
+
+    def order(
+        self, output: SchedulerOutput, requests: Mapping[str, RequestState]
+    ) -> tuple[SaveSpec, ...]:
+        """Return the saves of a step; most requests have none."""
+        saves, self._ready = self._ready, []
+        block_state = output.kv_connector_block_state
+        if block_state is None or not (self._role.saves_prompts or self._config.save_decode_cache):
+            return tuple(saves)
+        handed = block_state.boundary_state_offloads
+        for request_id, num_computed in _scheduled(output):
+            state = requests.get(request_id)
+            if state is None or not state.may_save:
+                continue
+            start, end = self._saveable(state, num_computed)
+            tail = self._due_tail(state, num_computed, handed.get(request_id, ()))
+            if start < end or tail:
+                tables = block_state.get_block_ids(request_id)
+                if tables is not None:
+                    saves += self._order_save(state, tables, start, end)
+                    saves += self._order_tail(state, tables, tail, num_computed)
+        for request_id, blocks in handed.items():
+            saves += self._order_handed(requests.get(request_id), blocks)
+        return tuple(saves)
+
+    def order_finished(
+        self, state: RequestState, tables: Tables, handed: Sequence[HandedBlock]
+    ) -> None:
+        """Order the states that the core hands over when a request ends, with the next step."""
+        num_computed = state.request.num_computed_tokens
+        self._ready += self._order_handed(state, handed)
+        boundary = self._due_tail(state, num_computed, handed)
+        if any(tables):
+            self._ready += self._order_tail(state, tables, boundary, num_computed)
+
+    def _saveable(self, state: RequestState, num_computed: int) -> tuple[int, int]:
+        """Return the tokens [start, end) to save: computed by this step, hashed, whole blocks."""
+        request, block = state.request, self._facts.block_tokens
+        start = state.saved_tokens
+        if not self._role.saves_prompts:
+            start = max(start, request.num_prompt_tokens // block * block)
+        limit = min(num_computed, len(request.block_hashes) * self._facts.hash_tokens)
+        if not self._config.save_decode_cache:
+            limit = min(limit, request.num_prompt_tokens)
+        return start // block * block, limit // block * block
+
+    def _order_save(
+        self, state: RequestState, tables: Tables, start: int, end: int
+    ) -> list[SaveSpec]:
+        """Order tokens [start, end), as far as the pins admit.
+
+        What is left over is ordered by a later step of the request, or never.
+        """
+        block = self._facts.block_tokens
+        chunks: tuple[Chunks, ...] = ()
+        while end > start:
+            chunks = self._planner.saves(state.request, tables, start, end)
+            num_blocks = sum(map(len, chunks))
+            if num_blocks <= self._pins.num_free:
+                break
+            end = start + (end - start) * self._pins.num_free // num_blocks // block * block
+        if end <= start:
+            self.counts["saves_put_off"] += 1
+            return []
+        state.saved_tokens = end
+        return self._pinned(state, chunks)
+
+    def _due_tail(
+        self, state: RequestState, num_computed: int, handed: Iterable[HandedBlock]
+    ) -> int:
+        """Return the boundary below the common block at which this step completes a prompt, or 0.
+
+        It is due on the step that first covers the prompt, and again when the core hands over the
+        recurrent state at it.
+        """
+        if not self._facts.partial_hits or not self._role.saves_prompts:
+            return 0
+        prompt = state.request.num_prompt_tokens
+        boundary = prefill_checkpoint(prompt, self._facts.hash_tokens, self._facts.use_eagle)
+        covered = not state.tail_ordered and num_computed >= prompt
+        due = covered or any(tokens == boundary for _, _, tokens in handed)
+        return boundary if due else 0
+
+    def _order_tail(
+        self, state: RequestState, tables: Tables, boundary: int, num_computed: int
+    ) -> list[SaveSpec]:
+        """Order the attention blocks of a prompt's tail; nothing for boundary 0."""
+        if boundary <= 0:
+            return []
+        state.tail_ordered = True
+        chunks = self._planner.prompt_tail(state.request, tables, boundary, num_computed)
+        return self._pinned(state, chunks)
+
+    def _order_handed(
+        self, state: RequestState | None, blocks: Iterable[HandedBlock]
+    ) -> list[SaveSpec]:
+        """Order recurrent states that the core hands over, in the step in which it does.
+
+        States of generated tokens are saved only with ``save_decode_cache``, like their blocks.
+        """
+        if state is None or not state.may_save or not self._role.saves_prompts:
+            return []
+        last = state.request.num_tokens if self._config.save_decode_cache else state.prefill_tokens
+        wanted = [block for block in blocks if block[2] <= last]
+        return self._pinned(state, self._planner.handed(state.request, wanted))
+
+    def _pinned(self, state: RequestState, chunks: tuple[Chunks, ...]) -> list[SaveSpec]:
+        """Return a save of the chunks with their blocks pinned; none without room or chunks."""
+        block_ids = [int(block) for part in chunks for block in part.block_ids]
+        if not block_ids:
+            return []
+        if len(block_ids) > self._pins.num_free:
+            self.counts["saves_put_off"] += 1
+            return []
+        spec = SaveSpec(next(self._job_ids), state.request.request_id, self.epoch, chunks)
+        self._pins.pin(spec.job_id, block_ids)
+        return [spec]
+
+
+def _scheduled(output: SchedulerOutput) -> Iterator[tuple[str, int]]:
+    """Yield every scheduled request with the tokens that are computed once the step is done."""
+    num_scheduled = output.num_scheduled_tokens
+    for new in output.scheduled_new_reqs:
+        yield new.req_id, new.num_computed_tokens + num_scheduled[new.req_id]
+    cached = output.scheduled_cached_reqs
+    for request_id, num_computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+        yield request_id, num_computed + num_scheduled[request_id]

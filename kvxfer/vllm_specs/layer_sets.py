@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which layers of a cache group are stored together, and which part of them a rank holds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from kvxfer.config import KVXferConfig
+from kvxfer.errors import ConfigError, UnsupportedError
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec
+
+_LAYER_IDX = re.compile(r"\.layers\.(\d+)\.")
+_DRAFT_NAME = re.compile(r"(^|\.)(draft_model|mtp|eagle)(\.|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSet:
+    """Layers of one cache group that are stored together: same heads, same model.
+
+    A drafter's layers are a set of their own, so that an engine without it shares the rest.
+    """
+
+    group: int
+    layers: tuple[str, ...]
+    num_heads: int
+    """KV heads over all ranks; 1 where replicated."""
+    local_heads: tuple[int, int] | None
+    """Global range of this rank's KV heads, None where every rank holds the same bytes."""
+    heads_per_shard: int
+    is_first_replica: bool
+    """Whether this rank is the one that saves its heads."""
+    is_draft: bool
+    spec_facts: Mapping[str, object]
+
+    def shards(self) -> list[tuple[int, int] | None]:
+        """Return the head range of every shard of the pool, in order."""
+        if self.local_heads is None:
+            return [None]
+        step = self.heads_per_shard
+        return [(first, first + step) for first in range(0, self.num_heads, step)]
+
+
+def layer_sets(
+    vllm_config: VllmConfig,
+    config: KVXferConfig,
+    group_idx: int,
+    group: KVCacheGroupSpec,
+    tp_rank: int,
+) -> list[LayerSet]:
+    """Split a group's layers by model, heads and format, in the group's order.
+
+    ConfigError for a ``store_tp`` that cannot cut the heads, UnsupportedError for a cache that is
+    neither attention nor a recurrent state.
+    """
+    num_target_layers = _num_layers(vllm_config.model_config)
+    drafts = vllm_config.speculative_config is not None
+    found: dict[str, tuple[bool, Any, list[str]]] = {}
+    for layer in group.layer_names:
+        spec = _layer_spec(group.kv_cache_spec, layer)
+        is_draft = drafts and _is_draft_layer(layer, num_target_layers)
+        _, _, layers = found.setdefault(f"{is_draft} {spec}", (is_draft, spec, []))
+        layers.append(layer)
+    tp_size = vllm_config.parallel_config.tensor_parallel_size
+    sets = []
+    for is_draft, spec, layers in found.values():
+        num_distinct = _num_distinct(vllm_config, spec, is_draft, tp_size)
+        sets.append(
+            _layer_set(
+                config, group_idx, tuple(layers), spec, is_draft, tp_rank, tp_size, num_distinct
+            )
+        )
+    return sets
+
+
+def _layer_set(
+    config: KVXferConfig,
+    group_idx: int,
+    layers: tuple[str, ...],
+    spec: Any,
+    is_draft: bool,
+    tp_rank: int,
+    tp_size: int,
+    num_distinct: int,
+) -> LayerSet:
+    replicas = tp_size // num_distinct
+    replicated = num_distinct == 1 and _every_rank_alike(spec)
+    total = spec.num_heads * num_distinct
+    first = tp_rank // replicas * spec.num_heads
+    if replicated or isinstance(spec, MambaSpec):
+        heads_per_shard = spec.num_heads
+    else:
+        heads_per_shard = _heads_per_shard(config, total, num_distinct, tp_size)
+    return LayerSet(
+        group=group_idx,
+        layers=layers,
+        num_heads=total,
+        local_heads=None if replicated else (first, first + spec.num_heads),
+        heads_per_shard=heads_per_shard,
+        is_first_replica=tp_rank % replicas == 0,
+        is_draft=is_draft,
+        spec_facts=_spec_facts(spec, total),
+    )
+
+
+def _num_distinct(vllm_config: VllmConfig, spec: Any, is_draft: bool, tp_size: int) -> int:
+    """Return how many ranks hold different bytes; vLLM repeats KV heads beyond their number.
+
+    A recurrent state is cut by rank, in a way of its own: each rank's part counts as one head.
+    """
+    if _every_rank_alike(spec):
+        return 1
+    if isinstance(spec, MambaSpec):
+        return tp_size
+    model: Any = vllm_config.model_config
+    if is_draft:
+        assert vllm_config.speculative_config is not None
+        model = vllm_config.speculative_config.draft_model_config
+    return min(tp_size, int(model.get_total_num_kv_heads()))
+
+
+def _every_rank_alike(spec: Any) -> bool:
+    """Whether all ranks hold the same bytes: latent caches and replicated states."""
+    if isinstance(spec, MambaSpec):
+        return bool(getattr(spec, "tp_replicated", False))
+    return isinstance(spec, MLAAttentionSpec) or getattr(spec, "max_tp_shards", None) == 1
+
+
+def _heads_per_shard(config: KVXferConfig, total: int, num_distinct: int, tp_size: int) -> int:
+    wanted = config.store_tp if config.store_tp is not None else tp_size
+    num_shards = min(wanted, total)
+    if total % num_shards or num_shards % num_distinct:
+        raise ConfigError(
+            f"store_tp is {wanted}: {total} KV heads on {num_distinct} ranks cannot be cut into "
+            f"{num_shards} equal shards of which each lies on one rank; choose a multiple of "
+            f"{num_distinct} that divides {total}"
+        )
+    return total // num_shards
+
+
+def _spec_facts(spec: Any, total_heads: int) -> dict[str, object]:
+    """Return what the bytes of a layer mean; padding, strides and ranks are no part of it."""
+    facts: dict[str, object] = {
+        "kind": type(spec).__name__,
+        "block_tokens": spec.block_size,
+        "heads": total_heads,
+        "head_bytes": spec.state_content_size_bytes,
+    }
+    if isinstance(spec, MambaSpec):
+        facts["shapes"] = [list(shape) for shape in spec.shapes]
+        facts["dtypes"] = [str(dtype) for dtype in spec.dtypes]
+        facts["type"] = str(spec.mamba_type)
+        return facts
+    if not isinstance(spec, AttentionSpec):
+        raise UnsupportedError(
+            f"a cache of {type(spec).__name__} is neither attention nor a recurrent state; "
+            "turn the connector off for this model"
+        )
+    facts["head_sizes"] = [spec.head_size, spec.head_size_v]
+    facts["dtype"] = str(spec.dtype)
+    facts["quantization"] = str(getattr(spec, "kv_quant_mode", None))
+    facts["tokens_per_state"] = str(getattr(spec, "tokens_per_state", 1))
+    facts["cache_dtype"] = str(getattr(spec, "cache_dtype_str", None))
+    for name in ("sliding_window", "attention_chunk_size"):
+        facts[name] = getattr(spec, name, None)
+    return facts
+
+
+def _layer_spec(spec: KVCacheSpec, layer: str) -> Any:
+    return spec.kv_cache_specs[layer] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
+def _num_layers(model: ModelConfig) -> int:
+    return int(model.hf_text_config.num_hidden_layers)
+
+
+def _is_draft_layer(name: str, num_target_layers: int) -> bool:
+    """Whether a layer belongs to the drafter: by its name, or numbered past the target's."""
+    match = _LAYER_IDX.search(f".{name}")
+    return bool(_DRAFT_NAME.search(name)) or (
+        match is not None and int(match[1]) >= num_target_layers
+    )

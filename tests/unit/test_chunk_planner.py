@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+from types import SimpleNamespace
+
+import pytest
+
+from kvxfer.chunk_planner import ChunkPlanner
+from kvxfer.hits import CacheGroup, Coordinator
+
+FULL16, FULL64 = CacheGroup("full", 16, spec_id="f"), CacheGroup("full", 64, spec_id="f")
+WINDOW16 = CacheGroup("sliding_window", 16, window_tokens=32, spec_id="w")
+MAMBA64 = CacheGroup("mamba", 64, spec_id="m")
+SCRATCH = CacheGroup("full", 16, cacheable=False)
+
+
+def request(num_tokens, hash_tokens=16, prompt=None):
+    hashes = [f"{i:04}".encode().ljust(32, b".") for i in range(num_tokens // hash_tokens)]
+    return SimpleNamespace(
+        block_hashes=hashes, num_prompt_tokens=prompt or num_tokens, num_tokens=num_tokens
+    )
+
+
+def planner(*groups, block_tokens=16, **options):
+    return ChunkPlanner(Coordinator(groups, 16, block_tokens, **options))
+
+
+def listed(chunks):
+    """Return {group: [(block id, index of the hash)]}."""
+    return {
+        part.group: [
+            (block, int(part.hashes[i * 32 : i * 32 + 4]))
+            for i, block in enumerate(part.block_ids.tolist())
+        ]
+        for part in chunks
+    }
+
+
+def table(num, base):
+    return [base + i for i in range(num)]
+
+
+def test_load_of_full_attention_starts_after_the_local_hit():
+    found = planner(FULL16).loads(request(65), [table(5, 10)], 16, 64, {})
+    assert listed(found) == {0: [(11, 1), (12, 2), (13, 3)]}
+
+
+def test_load_of_a_window_takes_its_last_blocks_only():
+    tables = [table(6, 10), [0, 0, 0, 23, 24, 25]]
+    found = planner(FULL16, WINDOW16).loads(request(96), tables, 0, 80, {})
+    assert listed(found) == {
+        0: [(10, 0), (11, 1), (12, 2), (13, 3), (14, 4)],
+        1: [(23, 3), (24, 4)],
+    }
+
+
+def test_load_of_a_recurrent_group_takes_the_state_at_the_hit():
+    tables = [table(13, 10), [0, 0, 42]]
+    found = planner(FULL16, MAMBA64, block_tokens=64).loads(request(200), tables, 64, 192, {})
+    assert listed(found)[1] == [(42, 11)]
+    assert [idx for _, idx in listed(found)[0]] == list(range(4, 12))
+
+
+def test_load_never_writes_to_the_null_block():
+    found = planner(FULL16, WINDOW16).loads(request(97), [table(6, 1), [0] * 6], 0, 96, {})
+    assert list(listed(found)) == [0]
+
+
+def test_load_below_the_block_takes_the_tail_under_its_own_boundary():
+    found = planner(FULL64, block_tokens=64, partial_hits=True).loads(
+        request(120), [[5, 6]], 0, 96, {0: 112}
+    )
+    assert listed(found) == {0: [(5, 3), (6, 6)]}
+
+
+def test_load_below_the_block_without_another_boundary_ends_at_the_hit():
+    found = planner(FULL64, block_tokens=64, partial_hits=True).loads(
+        request(120), [[5, 6]], 0, 112, {}
+    )
+    assert listed(found) == {0: [(5, 3), (6, 6)]}
+
+
+def test_save_of_full_attention_takes_every_block():
+    found = planner(FULL16).saves(request(64), [table(4, 10)], 16, 64)
+    assert listed(found) == {0: [(11, 1), (12, 2), (13, 3)]}
+
+
+def test_save_skips_groups_that_are_not_cacheable():
+    found = planner(FULL16, SCRATCH).saves(request(32), [table(2, 10), table(2, 20)], 0, 32)
+    assert list(listed(found)) == [0]
+
+
+def test_save_of_a_window_skips_blocks_that_fell_out_of_it():
+    tables = [table(4, 10), [0, 21, 22, 23]]
+    found = planner(FULL16, WINDOW16).saves(request(65), tables, 0, 64)
+    assert listed(found)[1] == [(21, 1), (22, 2), (23, 3)]
+
+
+def test_save_never_takes_a_recurrent_state_by_its_place():
+    tables = [table(8, 10), [31, 32]]
+    found = planner(FULL16, MAMBA64, block_tokens=64).saves(request(128), tables, 0, 128)
+    assert list(listed(found)) == [0]
+
+
+def test_handed_state_is_keyed_at_the_tokens_that_it_covers():
+    found = planner(FULL16, MAMBA64, block_tokens=64).handed(request(200), [(1, 42, 192)])
+    assert listed(found) == {1: [(42, 11)]}
+
+
+@pytest.mark.parametrize("tokens", [0, 8, 208, -64], ids="tokens={}".format)
+def test_handed_state_without_a_hash_of_its_own_is_left_out(tokens):
+    assert planner(FULL16, MAMBA64, block_tokens=64).handed(request(200), [(1, 42, tokens)]) == ()
+
+
+def test_handed_null_block_is_left_out():
+    assert planner(FULL16, MAMBA64, block_tokens=64).handed(request(200), [(1, 0, 192)]) == ()
+
+
+def test_prompt_tail_runs_from_the_common_block_to_the_boundary():
+    plan = planner(FULL16, MAMBA64, block_tokens=64, partial_hits=True)
+    found = plan.prompt_tail(request(125), [table(8, 10), [0, 42]], 112, 125)
+    assert listed(found) == {0: [(14, 4), (15, 5), (16, 6)]}
+
+
+def test_prompt_tail_inside_a_block_is_keyed_at_the_boundary():
+    plan = planner(FULL64, MAMBA64, block_tokens=64, partial_hits=True)
+    found = plan.prompt_tail(request(125), [[10, 11], [0, 42]], 112, 125)
+    assert listed(found) == {0: [(11, 6)]}
+
+
+def test_prompt_tail_of_an_eagle_group_covers_what_the_search_reads_past_a_hit():
+    eagle = CacheGroup("full", 16, eagle=True, spec_id="f")
+    plan = planner(eagle, MAMBA64, block_tokens=64, partial_hits=True, use_eagle=True)
+    tables = [table(8, 10), [0, 42]]
+    assert listed(plan.prompt_tail(request(125), tables, 96, 125)) == {
+        0: [(14, 4), (15, 5), (16, 6)]
+    }
+    assert plan.prompt_tail(request(125), tables, 96, 111) == ()
