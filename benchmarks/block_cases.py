@@ -1,59 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
 """One workload of block copies and everybody who can run it: kvxfer, NumPy, torch, one memcpy.
 
-All run on one thread. Blocks come in random order from more memory than any cache holds, so that
+All run on one thread. Blocks are drawn in random order from a pool that no cache holds, so that
 every source is cold; `memcpy` moves the same number of bytes from front to back in one call, which
-is the most that a copy can hope for.
+is what a copy at best was thought to reach.
 """
 
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+from config import SIZES
 
 from kvxfer.blocks import BlockLayout, gather, scatter
 
-SMOKE = os.environ.get("KVXFER_BENCH_SMOKE", "") == "1"
-TOTAL_BYTES = 1 << 20 if SMOKE else 512 << 20
 LINE_BYTES = 64
-FRAGMENTS = [256, 1024, 4096, 16384, 65536, 262144, 1 << 20]
 
 
 @dataclass(frozen=True, eq=False)
 class CopyCase:
-    """``num_layers`` tensors of (num_blocks, fragment) bytes, and one row of values per block."""
+    """``num_layers`` tensors of (num_blocks, fragment) bytes, and one row per copied block."""
 
     fragment: int
     num_layers: int = 1
-    total_bytes: int = TOTAL_BYTES
-
-    @cached_property
-    def num_blocks(self) -> int:
-        return max(1, self.total_bytes // (self.fragment * self.num_layers))
+    copy_bytes: int = SIZES.copy_bytes
+    pool_bytes: int = SIZES.pool_bytes
 
     @cached_property
     def cache(self) -> list[np.ndarray]:
+        """The pool, written once so that its pages exist."""
         rng = np.random.default_rng(7)
-        layers = [_lines(self.num_blocks, self.fragment) for _ in range(self.num_layers)]
+        num_blocks = self.pool_bytes // (self.fragment * self.num_layers)
+        layers = [_lines(num_blocks, self.fragment) for _ in range(self.num_layers)]
         for layer in layers:
             layer[...] = rng.integers(0, 256, layer.shape, dtype=np.uint8)
         return layers
 
     @cached_property
     def values(self) -> np.ndarray:
-        values = _lines(self.num_blocks, self.num_layers * self.fragment)
+        value_bytes = self.num_layers * self.fragment
+        values = _lines(self.copy_bytes // value_bytes, value_bytes)
         values[...] = 1
         return values
 
     @cached_property
     def block_ids(self) -> np.ndarray:
-        return np.random.default_rng(8).permutation(self.num_blocks)
+        ids = np.random.default_rng(8).permutation(len(self.cache[0]))
+        return ids[: len(self.values)]
 
     @cached_property
     def layout(self) -> BlockLayout:
@@ -76,13 +74,14 @@ class CopyCase:
         return self.values.nbytes
 
     def rows(self, layer: int) -> np.ndarray:
-        """Return one layer's columns of the values, (num_blocks, fragment)."""
+        """Return one layer's columns of the values, (num_rows, fragment)."""
         return self.values[:, layer * self.fragment : (layer + 1) * self.fragment]
 
     def prepare(self) -> None:
-        """Touch everything, so that no run pays for page faults."""
+        """Make everything that a copy needs, so that no timed run does."""
         assert self.layout.value_bytes == self.values.shape[1]
-        assert len(self.torch_cache) == len(self.torch_rows) and len(self.torch_ids)
+        assert len(self.torch_cache) == len(self.torch_rows)
+        assert len(self.torch_ids) == len(self.values)
 
     def check(self) -> None:
         """Assert that blocks and rows agree, whichever way they were copied."""
@@ -136,10 +135,10 @@ def _scatter_torch(case: CopyCase) -> None:
 
 
 def copy_in_one_call(case: CopyCase) -> None:
-    """Move as many bytes as the case does by one memcpy per layer: the yardstick."""
-    layer_bytes = case.cache[0].nbytes
+    """Move as many bytes as the case does, one memcpy per layer: the yardstick."""
+    num_bytes = case.values.nbytes // case.num_layers
     for idx, layer in enumerate(case.cache):
-        ctypes.memmove(case.values.ctypes.data + idx * layer_bytes, layer.ctypes.data, layer_bytes)
+        ctypes.memmove(case.values.ctypes.data + idx * num_bytes, layer.ctypes.data, num_bytes)
 
 
 Copy = Callable[[CopyCase], None]

@@ -13,10 +13,13 @@ from __future__ import annotations
 import statistics
 import time
 
-from block_cases import FRAGMENTS, GATHER, SCATTER, SMOKE, Copy, CopyCase, copy_in_one_call
+from block_cases import GATHER, SCATTER, Copy, CopyCase, copy_in_one_call
+from config import IS_SMOKE, KIB, MIB, SIZES
 
-NUM_PAIRS = 2 if SMOKE else 11
-CASES = [CopyCase(fragment) for fragment in FRAGMENTS] + [CopyCase(16384, num_layers=80)]
+NUM_PAIRS = SIZES.min_rounds + 1
+COPY_BYTES = SIZES.copy_bytes if IS_SMOKE else 512 * MIB
+CASES = [(fragment, 1) for fragment in SIZES.fragment_bytes]
+CASES += [(4 * KIB if IS_SMOKE else 16 * KIB, SIZES.num_layers)]
 
 
 def main() -> None:
@@ -24,23 +27,23 @@ def main() -> None:
         rivals = [impl for impl in copies if impl != "memcpy"]
         print(f"{name}: rate as a ratio to memcpy, {NUM_PAIRS} pairs")
         print(f"{'fragment':>16} " + " ".join(f"{impl:>20}" for impl in rivals) + "  memcpy GB/s")
-        for case in CASES:
-            _print_row(case, [copies[impl] for impl in rivals])
+        for fragment, num_layers in CASES:
+            _print_row(CopyCase(fragment, num_layers, COPY_BYTES), [copies[i] for i in rivals])
 
 
 def _print_row(case: CopyCase, copies: list[Copy]) -> None:
-    fresh = CopyCase(case.fragment, case.num_layers)
-    fresh.prepare()
-    label = f"{case.num_layers} x {case.fragment}" if case.num_layers > 1 else str(case.fragment)
+    case.prepare()
     cells, rates = [], []
     for copy in copies:
+        copy(case)
+        case.check()
         ratios = []
-        copy(fresh)
         for _ in range(NUM_PAIRS):
-            reference_s, copy_s = _seconds(copy_in_one_call, fresh), _seconds(copy, fresh)
+            reference_s, copy_s = _seconds(copy_in_one_call, case), _seconds(copy, case)
             ratios.append(reference_s / copy_s)
-            rates.append(fresh.bytes_moved / reference_s / 1e9)
+            rates.append(case.bytes_moved / reference_s / 1e9)
         cells.append(f"{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]")
+    label = f"{case.num_layers} x {case.fragment}" if case.num_layers > 1 else str(case.fragment)
     print(f"{label:>16} " + " ".join(f"{cell:>20}" for cell in cells), end="")
     print(f"  {statistics.median(rates):.1f}", flush=True)
 
