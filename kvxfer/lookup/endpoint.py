@@ -3,9 +3,9 @@
 
 The socket file is in a folder that only this user may enter: whoever could write there could
 answer lookups. The folder is ``$XDG_RUNTIME_DIR/kvxfer`` where that fits, else
-``<temporary folder>/kvxfer-<uid>``; both processes of an engine see the same environment and so
-choose the same one. The file is named after the engine, its data-parallel rank and the
-worker's rank, so two engines on one host never meet.
+``<temporary folder>/kvxfer-<uid>``, else the same under ``/tmp``; both processes of an engine see
+the same environment and so choose the same one. The file is named after the engine, its
+data-parallel rank and the worker's rank, so two engines on one host never meet.
 """
 
 from __future__ import annotations
@@ -149,8 +149,9 @@ def _fits(path: Path) -> bool:
 
 
 def _default_folders() -> list[Path]:
-    """Return the candidates in order of preference; the last one always exists."""
-    folders = [Path(os.path.abspath(tempfile.gettempdir())) / f"kvxfer-{os.geteuid()}"]
+    """Return the candidates in order of preference; the last one is short and always there."""
+    temporary = (Path(os.path.abspath(tempfile.gettempdir())), Path("/tmp"))
+    folders = [folder / f"kvxfer-{os.geteuid()}" for folder in temporary]
     runtime = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
     # A runtime folder of someone else (kept by sudo, say) could be swapped under our feet.
     with contextlib.suppress(OSError):

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,9 @@ from kvxfer.stores.flags import presence_flags
 
 MAX_KEYS_AT_ONCE = 512
 """Up to so many keys all shards are asked in one call; above, the others follow the first."""
+MAX_KEYS_PER_CALL = 2048
+"""Largest call otherwise: keys of some 100 bytes that stay in a core's cache until they are
+looked up. A full hit of 65,536 keys took a half to a third of the time of one call."""
 
 Query = tuple[int, NDArray[np.int32]]
 
@@ -37,17 +41,19 @@ class StorePresence:
         num_keys = sum(len(idx) * len(self._spaces[group]) for group, idx in queries)
         if num_keys <= MAX_KEYS_AT_ONCE:
             return self._ask([(group, idx, self._spaces[group]) for group, idx in queries])
-        found = self._ask([(group, idx, self._spaces[group][:1]) for group, idx in queries])
-        left = [np.flatnonzero(answer) for answer in found]
-        others = self._ask(
-            [
-                (group, idx[chosen], self._spaces[group][1:])
-                for (group, idx), chosen in zip(queries, left, strict=True)
-            ]
+        return [self._narrow(group, idx) for group, idx in queries]
+
+    def _narrow(self, group: int, idx: NDArray[np.int32]) -> NDArray[np.uint8]:
+        """Ask the first shard of every chunk, the others only of what it has, in bounded calls."""
+        first, others = self._spaces[group][:1], self._spaces[group][1:]
+        answer = np.concatenate(
+            [self._ask([(group, part, first)])[0] for part in _parts(idx, MAX_KEYS_PER_CALL)]
         )
-        for answer, chosen, other in zip(found, left, others, strict=True):
-            answer[chosen] = other
-        return found
+        if others:
+            left = np.flatnonzero(answer)
+            for part in _parts(left, max(1, MAX_KEYS_PER_CALL // len(others))):
+                answer[part] = self._ask([(group, idx[part], others)])[0]
+        return answer
 
     def _ask(
         self, questions: Sequence[tuple[int, NDArray[np.int32], Sequence[KeySpace]]]
@@ -69,3 +75,9 @@ class StorePresence:
             answers.append(np.logical_and.reduce(every, axis=0).astype(np.uint8))
             start = stop
         return answers
+
+
+def _parts(array: NDArray[Any], size: int) -> Iterator[NDArray[Any]]:
+    """Yield ``array`` in parts of at most ``size``; an empty array as one empty part."""
+    for start in range(0, max(1, len(array)), size):
+        yield array[start : start + size]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scheduler side and ranks together, without an engine: real channel, real LMDB, real copies."""
 
+import itertools
 import sys
 import threading
 import time
@@ -28,21 +29,36 @@ NAMES = ValueNames(model="model", digest="d" * 32, groups=("g" * 16,))
 
 
 class Engine:
-    """One scheduler side and ``tp_size`` ranks over torch tensors of random bytes."""
+    """One scheduler side and its ranks over torch tensors of random bytes."""
 
-    def __init__(self, store_uri, *, tp_size=1, store_tp=2, names=NAMES, **settings):
+    def __init__(
+        self,
+        store_uri,
+        *,
+        tp_size=1,
+        pp_size=1,
+        store_tp=2,
+        names=NAMES,
+        handshake=True,
+        **settings,
+    ):
         self.config = make_config(
             store=store_uri, store_tp=store_tp, staging_bytes="1MiB", **settings
         )
         base = replace(
-            make_facts(num_ranks=tp_size, num_blocks=NUM_BLOCKS), engine_id=uuid.uuid4().hex
+            make_facts(num_ranks=tp_size * pp_size, num_blocks=NUM_BLOCKS),
+            engine_id=uuid.uuid4().hex,
+            tp_size=tp_size,
+            pp_size=pp_size,
         )
         self.caches, self.workers = [], []
-        for rank in range(tp_size):
+        for stage, rank in itertools.product(range(pp_size), range(tp_size)):
             heads = HEADS // tp_size
-            facts = replace(base, tp_rank=rank, layer_sets=(_layer_set(rank, heads, store_tp),))
+            layer_sets = (_layer_set(rank, heads, store_tp),)
+            facts = replace(base, tp_rank=rank, pp_rank=stage, layer_sets=layer_sets)
+            of_stage = replace(names, groups=(f"{stage}{names.groups[0][1:]}",))
             worker = KVXferWorker(
-                self.config, facts, open_store(store_uri), lambda order, names=names: names
+                self.config, facts, open_store(store_uri), lambda order, own=of_stage: own
             )
             shape = (NUM_BLOCKS, heads, TOKENS, CONTENT)
             caches = {
@@ -56,7 +72,8 @@ class Engine:
         client = LookupClient(Endpoint.for_engine(base.engine_id), timeout_s=5)
         self.scheduler = KVXferScheduler(self.config, base, client)
         self.scheduler.bind_gpu_block_pool(self.pool)
-        self.scheduler.set_handshakes([w.get_handshake_metadata() for w in self.workers])
+        if handshake:
+            self.scheduler.set_handshakes([w.get_handshake_metadata() for w in self.workers])
         self.finished, self.bad_blocks = [], set()
 
     def close(self):
@@ -194,6 +211,32 @@ def test_values_gone_after_the_lookup_are_a_failed_load_that_is_not_offered_agai
     loader.until(lambda: loader.finished == ["a"])
     assert loader.bad_blocks == {2, 11}
     assert loader.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+
+
+def test_every_pipeline_stage_stores_and_loads_its_own_layers(make):
+    saver = make(tp_size=2, pp_size=2)
+    saver.save("a", [3, 7, 5])
+    loader = make(tp_size=2, pp_size=2)
+    assert loader.load(FakeRequest("a", 49), [9, 2, 11]) == 48
+    assert_same_blocks(loader, [9, 2, 11], saver, [3, 7, 5])
+
+
+def test_prefix_of_which_another_stage_lacks_a_chunk_is_no_hit(make, store_uri):
+    saver = make(pp_size=2)
+    saver.save("a", [3, 7, 5])
+    store = open_store(store_uri)
+    spaces = saver.workers[1]._spaces.held[0]
+    hashes = FakeRequest("a", 49).block_hashes
+    assert store.remove_prefix(spaces[0].prefix + hashes[2].hex().encode()) == 1
+    store.close()
+    assert make(pp_size=2).hit(FakeRequest("a", 49)) == 32
+
+
+def test_rank_0_answers_no_hit_before_it_knows_the_other_stages(make):
+    make(pp_size=2).save("a", [3, 7, 5])
+    engine = make(pp_size=2, handshake=False)
+    assert engine.scheduler._lookups.ping(5)
+    assert engine.hit(FakeRequest("a", 49)) == 0
 
 
 def test_reset_removes_this_model_and_leaves_others(make):

@@ -41,9 +41,8 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 KVCacheSpecRegistry._ensure_registered()  # built-in specs first, or a plugin's stands alone
 
-from spec_conversion import cache_group_from_spec
-
 from kvxfer.hits import CacheGroup, Coordinator
+from kvxfer.vllm_specs.groups import cache_group_from_spec
 
 HEADS = {"num_kv_heads": 1, "dtype": torch.float16}
 

@@ -9,6 +9,7 @@ from engine_models import BLOCK_TOKENS
 from kvxfer.stores import open_store
 
 SAVE_TIMEOUT_S = 60.0
+QUIET_S = 0.5
 
 
 class WatchedStore:
@@ -28,6 +29,14 @@ class WatchedStore:
         while (found := self.num_values()) < num_values:
             assert time.monotonic() < deadline, f"{found} values stored, {num_values} expected"
             time.sleep(0.01)
+
+    def settle(self):
+        """Wait until no value has come for a while: saves whose number a test cannot know."""
+        found, since = -1, time.monotonic()
+        while time.monotonic() < since + QUIET_S:
+            if (now := self.num_values()) != found:
+                found, since = now, time.monotonic()
+            time.sleep(0.02)
 
     def close(self):
         self._store.close()

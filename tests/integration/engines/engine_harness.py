@@ -43,6 +43,9 @@ class EngineSettings:
     prefix_caching: bool = True
     max_batched_tokens: int = 1024
     tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    besides: tuple[tuple[str, object], ...] = ()
+    """Further arguments of ``vllm.LLM``, which replace the common ones."""
     num_blocks: int | None = None
     core_process: bool = False
     """Whether vLLM's core steps itself in a process of its own, as under ``vllm serve``; else it
@@ -69,6 +72,10 @@ class EngineSettings:
             "tensor_parallel_size": self.tensor_parallel,
             "disable_log_stats": False,
         }
+        if self.pipeline_parallel > 1:
+            arguments["pipeline_parallel_size"] = self.pipeline_parallel
+            arguments["enforce_eager"] = False  # the CPU worker runs stages only when compiled
+        arguments |= dict(self.besides)
         if self.num_blocks is not None:
             arguments["num_gpu_blocks_override"] = self.num_blocks
         if self.store is not None:
@@ -121,8 +128,9 @@ class Engine:
         }
         environment.pop("VLLM_CPU_KVCACHE_SPACE")  # the argument in bytes counts
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(settings.core_process))
-        if settings.tensor_parallel > 1:
-            threads = [str(i % (os.cpu_count() or 1)) for i in range(settings.tensor_parallel)]
+        num_ranks = settings.tensor_parallel * settings.pipeline_parallel
+        if num_ranks > 1:
+            threads = [str(i % (os.cpu_count() or 1)) for i in range(num_ranks)]
             environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(threads)
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(

@@ -62,6 +62,16 @@ def test_endpoint_falls_back_to_the_temporary_folder(surroundings, monkeypatch, 
     assert Endpoint.for_engine("a").path.parent == surroundings / f"kvxfer-{os.geteuid()}"
 
 
+def test_endpoint_falls_back_to_a_short_folder_where_the_temporary_one_is_long(
+    surroundings, monkeypatch
+):
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(surroundings / ("long" * 25)))
+    path = Endpoint.for_engine("engine").path
+    assert len(str(path)) <= 107
+    assert path.parent.name == f"kvxfer-{os.geteuid()}"
+
+
 def test_endpoint_ignores_the_runtime_folder_of_another_user(surroundings, monkeypatch):
     runtime = surroundings / "run"
     runtime.mkdir(mode=0o700)

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small checkpoints of model families with other cache groups than full attention.
+
+Weights are random with the size of trained ones: with vLLM's dummy weights outputs do not depend
+on the cache. Layers and tensors are those of the ``transformers`` class of each family.
+"""
+
+import json
+import math
+from dataclasses import dataclass, field
+
+COMMON = {
+    "vocab_size": 512,
+    "torch_dtype": "float32",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+}
+ROPE = {"rope_theta": 10000.0}
+MAMBA2 = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 32,
+    "mamba_d_ssm": 256,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 16,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 64,
+    "mamba_conv_bias": True,
+    "mamba_proj_bias": False,
+    "mamba_rms_norm": False,
+    "ssm_multipliers": [1.0] * 5,
+    "mlp_multipliers": [1.0, 1.0],
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model family: its configuration, and what vLLM has to be told to run it here."""
+
+    config: dict = field(hash=False)
+    arguments: tuple = ()
+    """Arguments of ``vllm.LLM`` besides the common ones."""
+    exact_cold: bool = True
+    """Whether a hit computes what a cold run does, bit by bit. Where vLLM itself differs by
+    rounding, tests compare with vLLM's own local hit at the same boundary."""
+
+
+FAMILIES = {
+    "sliding_and_full": Family(
+        {
+            **COMMON,
+            "architectures": ["Gemma3ForCausalLM"],
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 6,
+            "head_dim": 32,
+            "rms_norm_eps": 1e-6,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "sliding_window": 64,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "query_pre_attn_scalar": 32,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 10000.0,
+            "tie_word_embeddings": True,
+        }
+    ),
+    "all_sliding": Family(
+        {
+            **COMMON,
+            **ROPE,
+            "architectures": ["MistralForCausalLM"],
+            "model_type": "mistral",
+            "num_hidden_layers": 4,
+            "head_dim": 32,
+            "rms_norm_eps": 1e-6,
+            "hidden_act": "silu",
+            "sliding_window": 64,
+            "tie_word_embeddings": False,
+        }
+    ),
+    "recurrent_and_full": Family(
+        {
+            **COMMON,
+            **ROPE,
+            **MAMBA2,
+            "architectures": ["FalconH1ForCausalLM"],
+            "model_type": "falcon_h1",
+            "num_hidden_layers": 4,
+            "head_dim": 32,
+            "rms_norm_eps": 1e-6,
+            "hidden_act": "silu",
+            "tie_word_embeddings": False,
+        },
+        arguments=(("mamba_cache_mode", "align"),),
+    ),
+    "convolution_and_full": Family(
+        {
+            **COMMON,
+            **ROPE,
+            "architectures": ["Lfm2ForCausalLM"],
+            "model_type": "lfm2",
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "full_attention"] * 2,
+            "full_attn_idxs": [1, 3],
+            "block_ff_dim": 256,
+            "conv_dim": 128,
+            "conv_dim_out": 128,
+            "block_dim": 128,
+            "block_auto_adjust_ff_dim": False,
+            "norm_eps": 1e-5,
+            "conv_L_cache": 3,
+            "conv_bias": False,
+            "tie_word_embeddings": True,
+            "tie_embedding": True,
+        },
+        arguments=(("mamba_cache_mode", "align"),),
+        exact_cold=False,
+    ),
+    "latent": Family(
+        {
+            **COMMON,
+            **ROPE,
+            "architectures": ["DeepseekV2ForCausalLM"],
+            "model_type": "deepseek_v2",
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 64,
+            "n_shared_experts": 1,
+            "n_routed_experts": 4,
+            "kv_lora_rank": 512,
+            "q_lora_rank": None,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+            "first_k_dense_replace": 3,
+            "moe_layer_freq": 1,
+            "rms_norm_eps": 1e-6,
+            "hidden_act": "silu",
+            "tie_word_embeddings": False,
+            "attention_bias": False,
+            "num_experts_per_tok": 2,
+            "topk_method": "greedy",
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.0,
+            "scoring_func": "softmax",
+            "norm_topk_prob": True,
+        },
+        arguments=(("dtype", "bfloat16"),),  # the CPU's latent attention has no float32
+        exact_cold=False,
+    ),
+}
+
+
+def write_family(folder, family, seed=0):
+    """Write the checkpoint of a family into ``folder`` and return the folder."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    (folder / "config.json").write_text(json.dumps(family.config))
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    model = model.to(torch.float32)
+    random = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(_weights(name, parameter, random))
+    model.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(family.config))
+    return folder
+
+
+def _weights(name, parameter, random):
+    """Return real-sized values: matrices keep the size of activations, norms are about 1.
+
+    Gemma's norms add 1 to their weight. Recurrence parameters keep the values of their class.
+    """
+    import torch
+
+    if parameter.ndim >= 2:
+        return (
+            torch.randn(parameter.shape, generator=random) * 1.2 / math.sqrt(parameter[0].numel())
+        )
+    if "norm" in name:
+        middle = float(parameter.mean())
+        return torch.rand(parameter.shape, generator=random) - 0.5 + middle
+    if name.endswith("bias"):
+        return torch.randn(parameter.shape, generator=random) * 0.02
+    return parameter
