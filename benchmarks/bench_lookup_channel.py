@@ -54,7 +54,7 @@ class UpstreamChannel:
         return self.client.lookup(key, num_tokens, hashes).hit_length
 
 
-# The in-tree pair leaves its contexts to the garbage collector, which tells it to whoever runs then.
+# The in-tree pair leaves its contexts to the garbage collector, which warns whoever runs then.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*unclosed.*:ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),

@@ -22,6 +22,7 @@ def fill_items(
     value_step: int,
     out: _Table,
 ) -> int: ...
+def find_repeat(items: _Table, seen: npt.NDArray[np.uint8]) -> int: ...
 def simulate_copy(
     runs: _Table,
     tiles: _Table,

@@ -67,7 +67,8 @@ cdef extern from "host_copy.h" nogil:
 
     int kvx_copy_level()
     void kvx_copier_begin(kvx_copier *copier, int level)
-    void kvx_copier_begin_sized(kvx_copier *copier, uint64_t num_bytes)
+    void kvx_copier_begin_gather(kvx_copier *copier, uint64_t num_bytes)
+    void kvx_copier_begin_scatter(kvx_copier *copier)
     void kvx_copier_add(kvx_copier *copier, char *target, const char *source, size_t bytes)
     void kvx_copier_end(kvx_copier *copier)
 
@@ -110,8 +111,8 @@ def copy_items(
 
     One call without the GIL; complete, and visible to other threads, on return. All items are
     checked before the first byte moves: IndexError names the first block or class out of range,
-    ValueError the first value at address 0. ``level`` is at most ``copy_level()``; -1 lets the
-    size of the job decide.
+    ValueError the first value at address 0. ``level`` is at most ``copy_level()``; -1 lets
+    direction and size of the job decide.
 
     The caller guarantees that the runs' pages and the items' values are mapped memory, and that
     no two items write the same bytes.
@@ -124,10 +125,12 @@ def copy_items(
     with nogil:
         bad = _check_items(items, num_blocks, classes.shape[0], &problem)
         if bad < 0:
-            if level < 0:
-                kvx_copier_begin_sized(&copier, _count_bytes(classes, items))
-            else:
+            if level >= 0:
                 kvx_copier_begin(&copier, level)
+            elif to_value:
+                kvx_copier_begin_gather(&copier, _count_bytes(classes, items))
+            else:
+                kvx_copier_begin_scatter(&copier)
             _add_items(&copier, runs, classes, items, to_value)
             kvx_copier_end(&copier)
     if bad >= 0:
@@ -170,6 +173,17 @@ def fill_items(
             f"block_ids[{bad}] is {block_ids[bad]}, the layout has {num_blocks} blocks"
         )
     return num_items
+
+
+def find_repeat(const kvx_item[::1] items, uint8_t[::1] seen):
+    """Return the first item whose block an earlier one names, or -1.
+
+    ``seen`` (num_blocks,) zeros, overwritten; the items' block ids lie in [0, num_blocks).
+    """
+    cdef Py_ssize_t repeat
+    with nogil:
+        repeat = _find_repeat(items, seen)
+    return repeat
 
 
 def simulate_copy(
@@ -339,6 +353,16 @@ cdef Py_ssize_t _fill_until_bad(
         out[num_items].class_id = class_id
         num_items += 1
     return num_items
+
+
+cdef Py_ssize_t _find_repeat(const kvx_item[::1] items, uint8_t[::1] seen) noexcept nogil:
+    """Mark the blocks of the items; return the first item whose block is marked already."""
+    cdef Py_ssize_t idx
+    for idx in range(items.shape[0]):
+        if seen[items[idx].block_id]:
+            return idx
+        seen[items[idx].block_id] = 1
+    return -1
 
 
 cdef uint64_t _run_warp(

@@ -2,7 +2,7 @@
 """Store keys from packed block hashes: a cached prefix, then the hash in hexadecimal."""
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
-from libc.stdint cimport int32_t, uint8_t
+from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
 
@@ -68,13 +68,36 @@ cdef Py_ssize_t _first_outside(const int32_t[::1] idx, Py_ssize_t bound) noexcep
 
 
 cdef bytes _key(bytes prefix, const uint8_t *hash_ptr, Py_ssize_t hash_bytes):
-    cdef Py_ssize_t prefix_bytes = len(prefix), i
+    cdef Py_ssize_t prefix_bytes = len(prefix)
     cdef bytes key = PyBytes_FromStringAndSize(NULL, prefix_bytes + 2 * hash_bytes)
     cdef char *out = PyBytes_AS_STRING(key)
-    cdef const char *digits = b"0123456789abcdef"
     memcpy(out, PyBytes_AS_STRING(prefix), prefix_bytes)
-    out += prefix_bytes
-    for i in range(hash_bytes):
-        out[2 * i] = digits[hash_ptr[i] >> 4]
-        out[2 * i + 1] = digits[hash_ptr[i] & 15]
+    _write_hex(hash_ptr, hash_bytes, out + prefix_bytes)
     return key
+
+
+cdef void _write_hex(const uint8_t *source, Py_ssize_t num_bytes, char *out) noexcept nogil:
+    """Write two digits a byte, four bytes at a time: one nibble to a byte of a 64-bit word."""
+    cdef Py_ssize_t i = 0
+    cdef uint32_t four
+    cdef uint64_t word, high, nibbles
+    while i + 4 <= num_bytes:
+        memcpy(&four, source + i, 4)
+        word = four
+        word = (word | (word << 16)) & 0x0000FFFF0000FFFFULL
+        word = (word | (word << 8)) & 0x00FF00FF00FF00FFULL
+        high = (word >> 4) & 0x000F000F000F000FULL
+        nibbles = high | ((word & 0x000F000F000F000FULL) << 8)
+        # '0' to '9' follow one another, 'a' comes 39 after '9' + 1.
+        word = nibbles + 0x3030303030303030ULL
+        word += (((nibbles + 0x0606060606060606ULL) >> 4) & 0x0101010101010101ULL) * 39
+        memcpy(out + 2 * i, &word, 8)
+        i += 4
+    while i < num_bytes:
+        out[2 * i] = _digit(source[i] >> 4)
+        out[2 * i + 1] = _digit(source[i] & 15)
+        i += 1
+
+
+cdef inline char _digit(int nibble) noexcept nogil:
+    return 48 + nibble if nibble < 10 else 87 + nibble

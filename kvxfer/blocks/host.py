@@ -49,7 +49,7 @@ def scatter(layout: BlockLayout, block_ids: Any, source: Any, mask: Any = None) 
     ids = _as_block_ids(block_ids)
     view = _rows_view(layout, ids, source, "source")
     items = _make_items(layout, ids, view, mask)
-    _check_distinct(items["block_id"])
+    _check_distinct(items, layout.num_blocks)
     scatter_items(layout, items)
 
 
@@ -133,10 +133,10 @@ def _as_mask(mask: Any, num_rows: int) -> npt.NDArray[np.uint8]:
     return np.ascontiguousarray(array != 0).view(np.uint8)
 
 
-def _check_distinct(block_ids: npt.NDArray[np.int32]) -> None:
-    ordered = np.sort(block_ids)
-    repeats = ordered[1:][ordered[1:] == ordered[:-1]]
-    if repeats.size:
+def _check_distinct(items: plan.Table, num_blocks: int) -> None:
+    repeat = block_copy.find_repeat(items, np.zeros(num_blocks, dtype=np.uint8))
+    if repeat >= 0:
         raise LayoutError(
-            f"block_ids names block {repeats[0]} more than once; which row it gets would be chance"
+            f"block_ids names block {items['block_id'][repeat]} more than once; which row it gets "
+            "would be chance"
         )

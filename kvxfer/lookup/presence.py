@@ -15,8 +15,9 @@ from kvxfer.stores import Store
 from kvxfer.stores.flags import presence_flags
 
 MAX_KEYS_AT_ONCE = 512
-"""Up to so many keys all shards are asked in one call; above, the others follow the first."""
-MAX_KEYS_PER_CALL = 2048
+"""A prompt of up to so many keys is asked in one call; of a longer one the other shards follow
+the first, so that a cold one costs a window of one shard."""
+MAX_KEYS_PER_CALL = 4096
 """Largest call otherwise: keys of some 100 bytes that stay in a core's cache until they are
 looked up. A full hit of 65,536 keys took a half to a third of the time of one call."""
 
@@ -34,12 +35,12 @@ class StorePresence:
         self, store: Store, spaces: Mapping[int, Sequence[KeySpace]], hashes: PackedHashes
     ) -> None:
         self._store, self._spaces, self._hashes = store, spaces, hashes
+        self._is_short = sum(map(len, spaces.values())) * len(hashes) <= MAX_KEYS_AT_ONCE
         self.num_keys = 0
 
     def exists(self, queries: Sequence[Query]) -> list[NDArray[np.uint8]]:
         """Return one (n,) uint8 array per (group, (n,) hash indices): 1 where all shards are."""
-        num_keys = sum(len(idx) * len(self._spaces[group]) for group, idx in queries)
-        if num_keys <= MAX_KEYS_AT_ONCE:
+        if self._is_short:
             return self._ask([(group, idx, self._spaces[group]) for group, idx in queries])
         return [self._narrow(group, idx) for group, idx in queries]
 
@@ -59,12 +60,10 @@ class StorePresence:
         self, questions: Sequence[tuple[int, NDArray[np.int32], Sequence[KeySpace]]]
     ) -> list[NDArray[np.uint8]]:
         """Ask for every key of every question in one call; no keys, no call."""
-        keys = [
-            key
-            for _, idx, spaces in questions
-            for space in spaces
-            for key in space.keys(self._hashes.buffer, self._hashes.width, idx)
-        ]
+        keys: list[bytes] = []
+        for _, idx, spaces in questions:
+            for space in spaces:
+                keys += space.keys(self._hashes.buffer, self._hashes.width, idx)
         self.num_keys += len(keys)
         present = presence_flags(self._store, keys)
         answers: list[NDArray[np.uint8]] = []

@@ -74,7 +74,7 @@ class EngineSettings:
         }
         if self.pipeline_parallel > 1:
             arguments["pipeline_parallel_size"] = self.pipeline_parallel
-            arguments["enforce_eager"] = False  # the CPU worker runs stages only when compiled
+            arguments["enforce_eager"] = False
         arguments |= dict(self.besides)
         if self.num_blocks is not None:
             arguments["num_gpu_blocks_override"] = self.num_blocks
@@ -128,6 +128,8 @@ class Engine:
         }
         environment.pop("VLLM_CPU_KVCACHE_SPACE")  # the argument in bytes counts
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(settings.core_process))
+        if settings.pipeline_parallel > 1:
+            environment.pop("TORCHDYNAMO_DISABLE", None)  # stages run only when compiled
         num_ranks = settings.tensor_parallel * settings.pipeline_parallel
         if num_ranks > 1:
             threads = [str(i % (os.cpu_count() or 1)) for i in range(num_ranks)]
@@ -170,6 +172,11 @@ class Engine:
         """Empty vLLM's own prefix cache, not the store; fails if a block stays in use."""
         emptied = self._call("reset_local_cache", timeout_s=RESET_TIMEOUT_S)
         assert emptied, "blocks are still in use although no request is left"
+
+    def reset_store(self):
+        """Empty vLLM's own prefix cache and what this model stored; fails where either refuses."""
+        self.reset_local_cache()
+        assert self._call("reset_store"), "the connector was not reset"
 
     @contextlib.contextmanager
     def tamper(self, mode):

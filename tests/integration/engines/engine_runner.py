@@ -87,6 +87,10 @@ class Runner:
             time.sleep(PAUSE_S)
         return True
 
+    def reset_store(self):
+        """Reset the connector too, once no block is in use; True when it removed its keys."""
+        return self._engine.reset_prefix_cache(reset_connector=True)
+
     def close(self):
         """End the engine; its connector's shutdown waits for the saves."""
         self._engine.engine_core.shutdown()

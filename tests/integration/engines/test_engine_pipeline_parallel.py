@@ -27,3 +27,14 @@ def test_warm_outputs_equal_cold_ones_over_two_stages(engine, stages_store, prom
     assert warm.external_hits == sum(loadable(len(prompt)) for prompt in batch)
     assert warm.outputs == cold.outputs
     assert_loads_matter(engine, batch, cold)
+
+
+def test_reset_of_the_connector_empties_the_store_of_both_stages(engine, stages_store, prompts):
+    batch = [prompts.draw(129)]
+    cold = compute_cold(engine, stages_store, batch, num_values=2 * whole_blocks(batch))
+    engine.reset_store()
+    assert stages_store.num_values() == 0
+    again = engine.generate(batch)
+    assert again.external_hits == 0
+    assert again.outputs == cold.outputs
+    stages_store.wait_for(2 * whole_blocks(batch))

@@ -105,6 +105,9 @@ def test_loops_chosen_by_the_size_of_the_job_copy_the_same(size, total):
     pool = Pool(size, total // size, offset=0, gap=0)
     host.gather_items(pool.layout, pool.items)
     assert np.array_equal(pool.rows, pool.blocks[pool.ids])
+    pool.rows[...] = 255 - pool.rows
+    host.scatter_items(pool.layout, pool.items)
+    assert np.array_equal(pool.rows, pool.blocks[pool.ids])
 
 
 def test_loops_refuse_a_level_that_the_cpu_does_not_run():

@@ -38,8 +38,8 @@ def stored(spaces, rows):
     return [spaces[shard].prefix + HASHES[idx].hex().encode() for shard, idx in rows]
 
 
-def presence(store, by_group):
-    return StorePresence(store, by_group, PackedHashes.pack(HASHES))
+def presence(store, by_group, num_hashes=4096):
+    return StorePresence(store, by_group, PackedHashes.pack(HASHES[:num_hashes]))
 
 
 def indices(*values):
@@ -59,7 +59,8 @@ def test_chunk_is_present_where_every_shard_is(num_shards, pairs, at_once, per_c
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(presence_module, "MAX_KEYS_AT_ONCE", at_once)
         patch.setattr(presence_module, "MAX_KEYS_PER_CALL", per_call)
-        (answer,) = presence(store, {0: shards}).exists([(0, np.arange(10, dtype=np.int32))])
+        asked = presence(store, {0: shards}, num_hashes=10)
+        (answer,) = asked.exists([(0, np.arange(10, dtype=np.int32))])
     expected = [all((shard, idx) in rows for shard in range(num_shards)) for idx in range(10)]
     assert answer.tolist() == expected
 
@@ -67,9 +68,16 @@ def test_chunk_is_present_where_every_shard_is(num_shards, pairs, at_once, per_c
 def test_few_keys_of_all_groups_and_shards_are_one_call():
     by_group = {0: spaces(4, 0), 1: spaces(2, 1)}
     store = SetStore(stored(by_group[1], [(0, 5), (1, 5)]))
-    found = presence(store, by_group).exists([(0, indices(1, 2)), (1, indices(5, 6))])
+    short = presence(store, by_group, num_hashes=512 // 6)
+    found = short.exists([(0, indices(1, 2)), (1, indices(5, 6))])
     assert [answer.tolist() for answer in found] == [[0, 0], [1, 0]]
     assert store.calls == [12]
+
+
+def test_window_of_a_long_cold_prompt_asks_one_shard():
+    store = SetStore()
+    presence(store, {0: spaces(8)}).exists([(0, np.arange(64, dtype=np.int32))])
+    assert store.calls == [64]
 
 
 def test_other_shards_are_asked_only_of_what_the_first_has():
@@ -88,7 +96,8 @@ def test_no_call_has_more_keys_than_the_bound():
     (answer,) = presence(store, {0: shards}).exists([(0, np.arange(4096, dtype=np.int32))])
     assert answer.all()
     assert sum(store.calls) == 8 * 4096
-    assert max(store.calls) <= 2048
+    assert max(store.calls) <= 4096
+    assert len(store.calls) > 8
 
 
 def test_nothing_to_ask_is_no_call():
