@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("vllm")
 torch = pytest.importorskip("torch")
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "scheduler"))
 
 from engine_fakes import FakePool, FakeRequest, allocated, make_config, make_facts, step
 from engine_fakes import worker_output as output

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("vllm")
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "scheduler"))
 
 from engine_fakes import (
     FakeLookups,

@@ -21,7 +21,7 @@ LAYERS = [
     {"errors"},
     {"_native"},
     {"blocks", "stores", "keys", "config", "checkpoint_identity"},
-    {"hits", "lookup", "transfer", "pins"},
+    {"hits", "lookup", "transfer"},
     {"messages", "vllm_specs", "observe", "spaces"},
     {"scheduler", "worker"},
     {"connector"},

@@ -384,7 +384,9 @@ def test_thousand_aborted_lookups_leave_nothing(make, lookups):
 
 
 def test_reset_makes_saves_of_a_new_epoch_and_stops_those_of_living_requests(make, monkeypatch):
-    monkeypatch.setattr("kvxfer.scheduler.reset_ranks", lambda endpoints, epoch, timeout_s: True)
+    monkeypatch.setattr(
+        "kvxfer.scheduler.side.reset_ranks", lambda endpoints, epoch, timeout_s: True
+    )
     scheduler = make()
     started(scheduler, FakeRequest("old", 32))
     assert scheduler.reset() is True

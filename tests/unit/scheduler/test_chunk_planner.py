@@ -3,8 +3,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvxfer.chunk_planner import ChunkPlanner
 from kvxfer.hits import CacheGroup, Coordinator
+from kvxfer.scheduler.chunk_planner import ChunkPlanner
 
 FULL16, FULL64 = CacheGroup("full", 16, spec_id="f"), CacheGroup("full", 64, spec_id="f")
 WINDOW16 = CacheGroup("sliding_window", 16, window_tokens=32, spec_id="w")

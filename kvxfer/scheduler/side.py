@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Protocol
 
 import vllm
 
-from kvxfer.chunk_planner import ChunkPlanner, HandedBlock, Tables
 from kvxfer.config import KVXferConfig
 from kvxfer.lookup import Endpoint, LookupClient, LookupReply, reset_ranks
 from kvxfer.lookup.key_spaces import KeySpacesPayload
 from kvxfer.messages import KVXferHandshake, KVXferMetadata, KVXferWorkerMetadata
-from kvxfer.pins import BlockPins
-from kvxfer.request_state import Answer, Offer, RequestState
-from kvxfer.save_orders import SaveOrders
+from kvxfer.scheduler.chunk_planner import ChunkPlanner, HandedBlock, Tables
+from kvxfer.scheduler.pins import BlockPins
+from kvxfer.scheduler.requests import Answer, Offer, RequestState
+from kvxfer.scheduler.save_orders import SaveOrders
 from kvxfer.transfer.specs import LoadSpec
 from kvxfer.vllm_specs import (
     EngineFacts,

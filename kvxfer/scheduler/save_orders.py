@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvxfer.chunk_planner import ChunkPlanner, HandedBlock, Tables
 from kvxfer.config import KVXferConfig, Role
-from kvxfer.pins import BlockPins
-from kvxfer.request_state import RequestState
+from kvxfer.scheduler.chunk_planner import ChunkPlanner, HandedBlock, Tables
+from kvxfer.scheduler.pins import BlockPins
+from kvxfer.scheduler.requests import RequestState
 from kvxfer.transfer.specs import Chunks, SaveSpec
 from kvxfer.vllm_specs import EngineFacts, prefill_checkpoint
 
