@@ -47,6 +47,7 @@ class KVXferHandshake(KVConnectorHandshakeMetadata):
     """One rank to the scheduler at start-up: how to reach it and what its keys start with."""
 
     endpoint: str
+    host: str
     key_prefixes: tuple[tuple[int, bytes], ...]
     """(cache group, key prefix) of every shard that the rank holds."""
 

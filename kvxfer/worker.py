@@ -12,6 +12,7 @@ Calls, in vLLM's order:
 from __future__ import annotations
 
 import logging
+import socket
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -83,6 +84,7 @@ class KVXferWorker:
         self._name_values = name_values
         self._board = JobBoard()
         self._loads: dict[int, LoadSpec] = {}
+        self._refused: list[LoadSpec] = []
         self._events = _Events()
         self._saver: Saver | None = None
         self._loader: Loader | None = None
@@ -151,6 +153,7 @@ class KVXferWorker:
             return None
         return KVXferHandshake(
             endpoint=str(self._server.endpoint.path),
+            host=socket.gethostname(),
             key_prefixes=tuple(
                 (space.group, space.prefix)
                 for spaces in self._spaces.held.values()
@@ -164,6 +167,9 @@ class KVXferWorker:
         """Hand this step's loads to the load threads."""
         for spec in metadata.loads:
             assert self._loader is not None, "register_kv_caches comes first"
+            if not spec.is_whole:
+                self._refused.append(spec)
+                continue
             self._loads[spec.job_id] = spec
             self._loader.submit(spec)
 
@@ -176,10 +182,15 @@ class KVXferWorker:
     def get_transfer_results(self) -> KVConnectorTransferResults:
         """Return the requests whose load has ended on this rank since the last call.
 
-        With one cache group a failed load is told by its blocks, which keeps the valid prefix
-        (``get_block_ids_with_load_errors``); with several by ``failed_recving``.
+        With one full-attention group a failed load is told by its blocks, which keeps the valid
+        prefix (``get_block_ids_with_load_errors``); otherwise by ``failed_recving``.
         """
         results = KVConnectorTransferResults()
+        refused, self._refused = self._refused, []
+        for unloadable in refused:
+            results.finished_recving.add(unloadable.request_id)
+            results.failed_recving.add(unloadable.request_id)
+            self._events.failed_loads.add(unloadable.request_id)
         reports = self._board.take_reports()
         self._events.blocks_free.update(reports.blocks_free)
         for job_id in reports.ended:
@@ -286,7 +297,7 @@ class KVXferWorker:
         if num_valid == sum(map(len, spec.chunks)):
             return
         self._events.failed_loads.add(spec.request_id)
-        if len(self._facts.groups) > 1:
+        if not self._facts.keeps_valid_prefix:
             results.failed_recving.add(spec.request_id)
             return
         for chunks in spec.chunks:

@@ -47,12 +47,15 @@ class ChunkPlanner:
         local_tokens: int,
         hit_tokens: int,
         tail_boundaries: Mapping[int, int],
-    ) -> tuple[Chunks, ...]:
+    ) -> tuple[Chunks, ...] | None:
         """Return what each group needs beyond ``local_tokens`` to hold a hit of ``hit_tokens``.
 
         ``tail_boundaries``: group -> token at which the chunk ends under whose key the group's
-        last block is stored.
+        last block is stored. None where ``hit_tokens`` is no boundary, or a block that the hit
+        needs was not allocated: such a load can never be complete.
         """
+        if self._coordinator.align_lookup_length(hit_tokens) != hit_tokens:
+            return None
         found = []
         for group, mask in enumerate(self._coordinator.load_mask(hit_tokens)):
             first = local_tokens // self._block_tokens[group]
@@ -60,7 +63,10 @@ class ChunkPlanner:
             ends = np.minimum((block_idx + 1) * self._block_tokens[group], hit_tokens)
             if len(ends) and block_idx[-1] == len(mask) - 1:
                 ends[-1] = tail_boundaries.get(group, ends[-1])
-            found.append(self._chunks(request, group, tables[group], block_idx, ends))
+            chunks = self._chunks(request, group, tables[group], block_idx, ends)
+            if len(chunks) < len(block_idx):
+                return None
+            found.append(chunks)
         return tuple(chunks for chunks in found if len(chunks))
 
     def saves(self, request: Hashed, tables: Tables, start: int, end: int) -> tuple[Chunks, ...]:

@@ -71,6 +71,8 @@ class SaveOrders:
         self, state: RequestState, tables: Tables, handed: Sequence[HandedBlock]
     ) -> None:
         """Order the states that the core hands over when a request ends, with the next step."""
+        if not state.may_save:
+            return
         num_computed = state.request.num_computed_tokens
         self._ready += self._order_handed(state, handed)
         boundary = self._due_tail(state, num_computed, handed)
@@ -131,9 +133,10 @@ class SaveOrders:
         """Order the attention blocks of a prompt's tail; nothing for boundary 0."""
         if boundary <= 0:
             return []
-        state.tail_ordered = True
         chunks = self._planner.prompt_tail(state.request, tables, boundary, num_computed)
-        return self._pinned(state, chunks)
+        saves = self._pinned(state, chunks)
+        state.tail_ordered = state.tail_ordered or bool(saves)
+        return saves
 
     def _order_handed(
         self, state: RequestState | None, blocks: Iterable[HandedBlock]

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 import vllm
 
 from kvxfer.config import KVXferConfig
+from kvxfer.errors import UnsupportedError
 from kvxfer.lookup import Endpoint, LookupClient, LookupReply, reset_ranks
 from kvxfer.lookup.key_spaces import KeySpacesPayload
 from kvxfer.messages import KVXferHandshake, KVXferMetadata, KVXferWorkerMetadata
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CONNECT_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 30.0
 """A local connection takes milliseconds; the rest is for a machine busy with starting up."""
 
 
@@ -170,7 +171,12 @@ class KVXferScheduler:
         )
         self._loads.append(
             LoadSpec(
-                next(self._job_ids), request.request_id, offer.local_tokens, hit_tokens, chunks
+                next(self._job_ids),
+                request.request_id,
+                offer.local_tokens,
+                hit_tokens,
+                chunks or (),
+                is_whole=chunks is not None,
             )
         )
         self.counts["tokens_ordered"] += hit_tokens - offer.local_tokens
@@ -224,14 +230,25 @@ class KVXferScheduler:
         """Take what the ranks said of themselves, rank 0 first, and tell it what a hit needs.
 
         Start-up waits here for the lookup server, so that the first request can hit already.
+        UnsupportedError for an embedded store whose ranks are on several hosts.
         """
+        hosts = sorted({handshake.host for handshake in handshakes})
+        if len(hosts) > 1 and self._config.store.startswith("lmdb:"):
+            raise UnsupportedError(
+                f"the embedded store is shared by one host, the ranks are on {', '.join(hosts)}; "
+                'set "store" to a mooncake:// address'
+            )
         self._endpoints = [Endpoint(Path(handshake.endpoint)) for handshake in handshakes]
         spaces = KeySpacesPayload(
             key_prefixes=tuple(dict.fromkeys(p for h in handshakes for p in h.key_prefixes)),
             eagle_groups=tuple(i for i, group in enumerate(self._facts.groups) if group.eagle),
         )
         if not self._lookups.send_key_spaces(spaces.encode(), CONNECT_TIMEOUT_S):
-            logger.warning("the lookup server does not answer; lookups are misses until it does")
+            logger.error(
+                "the lookup server did not answer in %g s: lookups may all be misses. Restart the "
+                "engine on a less busy machine.",
+                CONNECT_TIMEOUT_S,
+            )
 
     def reset(self) -> bool:
         """Remove what this model stored under our prefix; False if a rank did not drain in time.

@@ -59,17 +59,20 @@ class Loader(Transfer[LoadSpec]):
                 self._valid_chunks[job.job_id] = sum(map(len, spec.chunks))
             return JobResult.DONE
         for batch in pieces.batches(self._route.staging.slot_bytes):
-            if not self._load_batch(job, pieces, batch):
+            if not self._load_batch(job, pieces, batch, sum(map(len, spec.chunks))):
                 return JobResult.FAILED
         return JobResult.DONE
 
-    def _load_batch(self, job: Job, pieces: Pieces, batch: Batch) -> bool:
+    def _load_batch(self, job: Job, pieces: Pieces, batch: Batch, num_chunks: int) -> bool:
         """Fetch and unpack one batch; False if a value failed or the job ended meanwhile."""
         with self._slot(job) as slot:
             if slot is None:
                 return False
             fetched = self._fetch(pieces, batch, slot)
-            return self._unpack(job, pieces, batch, slot, fetched) and bool(fetched.all())
+            num_whole = _num_whole_chunks(pieces, batch, fetched, num_chunks)
+            return self._unpack(job, pieces, batch, slot, fetched, num_whole) and bool(
+                fetched.all()
+            )
 
     def _fetch(self, pieces: Pieces, batch: Batch, slot: Slot) -> NDArray[np.bool_]:
         """Get the values of a batch; return (n,) which of them lie whole in the slot."""
@@ -90,11 +93,16 @@ class Loader(Transfer[LoadSpec]):
         return fetched
 
     def _unpack(
-        self, job: Job, pieces: Pieces, batch: Batch, slot: Slot, fetched: NDArray[np.bool_]
+        self,
+        job: Job,
+        pieces: Pieces,
+        batch: Batch,
+        slot: Slot,
+        fetched: NDArray[np.bool_],
+        num_whole: int,
     ) -> bool:
         """Scatter what was fetched before the first failure; False if the job ended before."""
         chunk_idx = pieces.chunk_idx[batch.rows]
-        num_whole = _num_whole_chunks(pieces, batch, fetched)
         if not self._board.begin_copy(job):
             return False
         in_time = False
@@ -118,10 +126,15 @@ def _before_failure(chunk_idx: NDArray[np.int32], fetched: NDArray[np.bool_]) ->
     return before
 
 
-def _num_whole_chunks(pieces: Pieces, batch: Batch, fetched: NDArray[np.bool_]) -> int:
-    """Return how many chunks of the job are whole once this batch is unpacked."""
+def _num_whole_chunks(
+    pieces: Pieces, batch: Batch, fetched: NDArray[np.bool_], num_chunks: int
+) -> int:
+    """Return how many of the job's ``num_chunks`` are whole once this batch is unpacked.
+
+    Chunks of groups without layers on this pipeline stage have no pieces and lack nothing.
+    """
     if not fetched.all():
         return int(pieces.chunk_idx[batch.rows][~fetched].min())
     if batch.stop == len(pieces):
-        return int(pieces.chunk_idx[-1]) + 1
+        return num_chunks
     return int(pieces.chunk_idx[batch.stop])

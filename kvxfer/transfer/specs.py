@@ -52,10 +52,15 @@ class SaveSpec:
 
 @dataclass(frozen=True, slots=True)
 class LoadSpec:
-    """One load: tokens ``local_tokens`` to ``hit_tokens`` of a request, into allocated blocks."""
+    """One load: tokens ``local_tokens`` to ``hit_tokens`` of a request, into allocated blocks.
+
+    Not ``is_whole``: the blocks that vLLM allocated are not those that the hit needs. Nothing is
+    loaded then, and the request is reported as failed, that is, recomputed.
+    """
 
     job_id: int
     request_id: str
     local_tokens: int
     hit_tokens: int
     chunks: tuple[Chunks, ...]
+    is_whole: bool = True

@@ -57,6 +57,14 @@ class EngineFacts:
         """What a hit's length is a multiple of."""
         return self.hash_tokens if self.partial_hits else self.block_tokens
 
+    @property
+    def keeps_valid_prefix(self) -> bool:
+        """Whether the blocks before a failed one suffice to go on: so with full attention alone.
+
+        A window or a state needs blocks that a load to a longer hit never filled.
+        """
+        return len(self.groups) == 1 and self.groups[0].kind == "full"
+
     def coordinator(self, eagle_groups: Collection[int] = ()) -> Coordinator:
         """Return the hit computation of this engine; ``eagle_groups`` are flagged besides."""
         groups = [

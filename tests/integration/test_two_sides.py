@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "scheduler"))
 from engine_fakes import FakePool, FakeRequest, allocated, make_config, make_facts, step
 from engine_fakes import worker_output as output
 
+from kvxfer.hits import CacheGroup
 from kvxfer.lookup import Endpoint, LookupClient
 from kvxfer.scheduler import KVXferScheduler
 from kvxfer.stores import open_store
@@ -40,6 +41,7 @@ class Engine:
         store_tp=2,
         names=NAMES,
         handshake=True,
+        groups=None,
         **settings,
     ):
         self.config = make_config(
@@ -51,6 +53,7 @@ class Engine:
             tp_size=tp_size,
             pp_size=pp_size,
         )
+        base = replace(base, groups=groups or base.groups)
         self.caches, self.workers = [], []
         for stage, rank in itertools.product(range(pp_size), range(tp_size)):
             heads = HEADS // tp_size
@@ -74,7 +77,7 @@ class Engine:
         self.scheduler.bind_gpu_block_pool(self.pool)
         if handshake:
             self.scheduler.set_handshakes([w.get_handshake_metadata() for w in self.workers])
-        self.finished, self.bad_blocks = [], set()
+        self.finished, self.failed, self.bad_blocks = [], [], set()
 
     def close(self):
         self.scheduler.shutdown()
@@ -88,7 +91,9 @@ class Engine:
         for worker in self.workers:
             worker.start_load_kv(metadata)
             worker.wait_for_save(metadata)
-            self.finished += worker.get_transfer_results().finished_recving
+            results = worker.get_transfer_results()
+            self.finished += results.finished_recving
+            self.failed += results.failed_recving
             self.bad_blocks |= worker.get_block_ids_with_load_errors()
             meta = worker.build_connector_worker_meta()
             if meta is not None:
@@ -210,6 +215,32 @@ def test_values_gone_after_the_lookup_are_a_failed_load_that_is_not_offered_agai
     loader.scheduler.update_state_after_alloc(request, allocated(9, 2, 11), 48)
     loader.until(lambda: loader.finished == ["a"])
     assert loader.bad_blocks == {2, 11}
+    assert loader.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+
+
+def test_failed_load_of_a_window_fails_the_request_and_not_its_blocks(make, store_uri):
+    """What lies before the failed block was never loaded: a window has no valid prefix."""
+    window = (CacheGroup("sliding_window", TOKENS, window_tokens=64, spec_id="w"),)
+    make(groups=window).save("a", [3, 7, 5, 6])
+    loader, request = make(groups=window), FakeRequest("a", 65)
+    assert loader.hit(request) == 64
+    store = open_store(store_uri)
+    prefix = loader.workers[0]._spaces.held[0][0].prefix
+    assert store.remove_prefix(prefix + request.block_hashes[2].hex().encode()) == 1
+    store.close()
+    loader.scheduler.update_state_after_alloc(request, allocated(9, 2, 11, 4), 64)
+    loader.until(lambda: loader.finished == ["a"])
+    assert loader.failed == ["a"]
+    assert loader.bad_blocks == set()
+
+
+def test_load_that_was_not_allocated_as_offered_is_reported_as_failed(make):
+    make().save("a", [3, 7, 5])
+    loader, request = make(), FakeRequest("a", 49)
+    assert loader.hit(request) == 48
+    loader.scheduler.update_state_after_alloc(request, allocated(9, 2, 11), 40)
+    loader.until(lambda: loader.finished == ["a"])
+    assert loader.failed == ["a"]
     assert loader.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
 
 

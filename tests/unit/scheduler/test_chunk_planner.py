@@ -59,9 +59,16 @@ def test_load_of_a_recurrent_group_takes_the_state_at_the_hit():
     assert [idx for _, idx in listed(found)[0]] == list(range(4, 12))
 
 
-def test_load_never_writes_to_the_null_block():
-    found = planner(FULL16, WINDOW16).loads(request(97), [table(6, 1), [0] * 6], 0, 96, {})
-    assert list(listed(found)) == [0]
+@pytest.mark.parametrize(
+    "window_table", [[0] * 6, [0, 0, 0, 0, 24, 0], table(3, 20)], ids=["null", "one_null", "short"]
+)
+def test_load_into_blocks_that_the_hit_does_not_have_is_none(window_table):
+    plan = planner(FULL16, WINDOW16)
+    assert plan.loads(request(97), [table(6, 1), window_table], 0, 96, {}) is None
+
+
+def test_load_to_what_is_no_boundary_is_none():
+    assert planner(FULL16).loads(request(65), [table(5, 10)], 0, 40, {}) is None
 
 
 def test_load_below_the_block_takes_the_tail_under_its_own_boundary():

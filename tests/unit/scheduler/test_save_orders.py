@@ -109,6 +109,26 @@ def test_state_handed_over_at_the_end_goes_out_with_the_next_step_under_its_own_
     assert of_group(engine.step(), 1) == [(77, "a-11")]
 
 
+def test_nothing_of_a_request_that_was_alive_at_a_reset_is_saved_at_its_end(monkeypatch):
+    monkeypatch.setattr("kvxfer.scheduler.side.reset_ranks", lambda *_: True)
+    engine = Hybrid(partial_hits=True)
+    request = engine.start("a", 125)
+    request.num_computed_tokens = 125
+    assert engine.scheduler.reset()
+    engine.scheduler.register_finished_partial_tail(
+        request, tuple(engine.tables["a"]), [(1, 77, 112)]
+    )
+    assert engine.step() == ()
+
+
+def test_prompt_tail_without_room_is_ordered_by_a_later_step():
+    engine = Hybrid(partial_hits=True, max_pinned_blocks=2)
+    engine.start("a", 61)
+    assert engine.step(cached=[("a", 0, 61)]) == ()
+    engine.scheduler._pins._max_blocks = 100
+    assert of_group(engine.step(cached=[("a", 61, 1)]), 0) == [(1, "a-0"), (2, "a-1"), (3, "a-2")]
+
+
 def test_prompt_tail_is_ordered_once_when_the_prompt_is_covered():
     engine = Hybrid(partial_hits=True)
     engine.start("a", 125)

@@ -14,7 +14,8 @@ from engine_fakes import (
     worker_output,
 )
 
-from kvxfer.messages import KVXferWorkerMetadata
+from kvxfer.errors import UnsupportedError
+from kvxfer.messages import KVXferHandshake, KVXferWorkerMetadata
 from kvxfer.scheduler import KVXferScheduler
 
 
@@ -165,6 +166,22 @@ def test_less_may_be_allocated_than_was_promised(make, lookups):
     (load,) = scheduler.build_connector_meta(step()).loads
     assert load.hit_tokens == 32
     assert load.chunks[0].block_ids.tolist() == [1, 2]
+
+
+def test_load_that_cannot_be_complete_is_ordered_as_such(make, lookups):
+    scheduler, request = make(), FakeRequest("a", 80)
+    lookups.answer("a", 64)
+    scheduler.get_num_new_matched_tokens(request, 0)
+    scheduler.update_state_after_alloc(request, allocated(1, 2), 40)
+    (load,) = scheduler.build_connector_meta(step()).loads
+    assert not load.is_whole
+    assert load.chunks == ()
+
+
+def test_embedded_store_over_several_hosts_is_refused(make):
+    ranks = [KVXferHandshake("/tmp/a.sock", host, ()) for host in ("one", "two")]
+    with pytest.raises(UnsupportedError, match="the ranks are on one, two"):
+        make().set_handshakes(ranks)
 
 
 def test_offer_that_another_connector_won_loads_nothing(make, lookups):

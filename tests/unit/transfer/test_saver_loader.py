@@ -296,6 +296,15 @@ def test_load_of_a_group_without_layers_on_this_rank_is_done(make_rank):
     assert rank.loader.take_valid_chunks(0) == 1
 
 
+def test_load_with_a_group_without_layers_on_this_rank_is_whole(make_rank):
+    rank = saved_rank(make_rank, [1, 2])
+    part = chunks([1, 2])
+    foreign = Chunks(9, part.block_ids, part.hashes, part.hash_bytes)
+    rank.loader.submit(LoadSpec(1, "r", 0, 8, (part, foreign)))
+    assert rank.result(1) is JobResult.DONE
+    assert rank.loader.take_valid_chunks(1) == 4
+
+
 # Bounds and deadlines
 
 
