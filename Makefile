@@ -20,9 +20,10 @@ TESTS := $(wildcard tests/unit tests/property tests/contract tests/gpu tests/int
 CORE_TESTS := $(wildcard tests/unit tests/property tests/contract)
 DEBUG_TESTS := $(wildcard tests/unit/blocks tests/unit/hits tests/unit/keys tests/unit/test_keys.py)
 DEBUG := build/debug
+FUZZ_EXAMPLES := 20000
 RATIOS := $(wildcard benchmarks/ratios_*.py)
 
-.PHONY: help preflight setup setup-core demo test test-core test-debug lint bench lock clean distclean
+.PHONY: help preflight setup setup-core demo test test-core test-debug fuzz lint bench lock clean distclean
 .NOTPARALLEL:
 
 help: ## list the targets
@@ -43,6 +44,9 @@ test-debug: setup-core ## test the native modules in a build with bounds checks
 	    --build-temp $(DEBUG)/temp --build-lib $(DEBUG)/lib
 	$(ENV) KVXFER_DEBUG=1 PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/$(DEBUG)/lib \
 	    $(BIN)/pytest --quiet -p no:cacheprovider $(DEBUG_TESTS)
+
+fuzz: setup ## compare hits and masks with vLLM's own, FUZZ_EXAMPLES=20000 of each
+	$(ENV) KVXFER_FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(BIN)/pytest --timeout 0 tests/property/test_hits_oracle.py
 
 lint: setup-core ## check style and types
 	$(BIN)/ruff check .
