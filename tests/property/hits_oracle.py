@@ -51,11 +51,9 @@ class EvenBoundaryManager(SlidingWindowManager):
     """A plugin's rule that no built-in kind has: a hit ends on an even number of boundaries."""
 
     @classmethod
-    def find_longest_cache_hit(cls, block_hashes, max_length, *args, **kwargs):
-        step = 2 * kwargs["alignment_tokens"]
-        return super().find_longest_cache_hit(
-            block_hashes, max_length // step * step, *args, **kwargs
-        )
+    def find_longest_cache_hit(cls, *args, **kwargs):
+        step = 2 * kwargs.pop("alignment_tokens")
+        return super().find_longest_cache_hit(*args, alignment_tokens=step, **kwargs)
 
 
 class OwnFullAttentionManager(FullAttentionManager):
