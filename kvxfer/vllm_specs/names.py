@@ -7,9 +7,12 @@ import hashlib
 import json
 import logging
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from transformers import PretrainedConfig
 
 from kvxfer.checkpoint_identity import checkpoint_fingerprint
 from kvxfer.config import KVXferConfig
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _VOLATILE_CONFIG = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+"""Where an object lies: no two processes would agree on it."""
 _SEEDED_HASHES = ("xxhash", "xxhash_cbor")
 """Hash algorithms whose seed is random per process unless PYTHONHASHSEED is set."""
 
@@ -145,8 +150,20 @@ def _model_identity(model: ModelConfig) -> str:
 
 
 def _config_hash(model: ModelConfig) -> str:
-    values = model.hf_config.to_diff_dict()
-    for name in _VOLATILE_CONFIG:
-        values.pop(name, None)
-    text = json.dumps(values, sort_keys=True, default=str)
+    """Return a hash of the model's configuration, overrides included.
+
+    Of all values, not of those that differ from the defaults: some configuration classes cannot
+    be made without arguments, so their defaults are not to be had.
+    """
+    values = _lasting(model.hf_config.to_dict())
+    text = json.dumps(values, sort_keys=True, default=lambda value: _ADDRESS.sub("", str(value)))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _lasting(value: Any) -> Any:
+    """Return a configuration value without what depends on paths and library versions."""
+    if isinstance(value, PretrainedConfig):
+        value = value.to_dict()
+    if isinstance(value, dict):
+        return {str(k): _lasting(v) for k, v in value.items() if k not in _VOLATILE_CONFIG}
+    return [_lasting(item) for item in value] if isinstance(value, (list, tuple)) else value

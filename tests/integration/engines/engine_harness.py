@@ -45,7 +45,7 @@ class EngineSettings:
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     besides: tuple[tuple[str, object], ...] = ()
-    """Further arguments of ``vllm.LLM``, which replace the common ones."""
+    """Further arguments of ``vllm.LLM``, which replace the common ones; pairs stand for a dict."""
     num_blocks: int | None = None
     core_process: bool = False
     """Whether vLLM's core steps itself in a process of its own, as under ``vllm serve``; else it
@@ -75,7 +75,8 @@ class EngineSettings:
         if self.pipeline_parallel > 1:
             arguments["pipeline_parallel_size"] = self.pipeline_parallel
             arguments["enforce_eager"] = False
-        arguments |= dict(self.besides)
+        for name, value in self.besides:
+            arguments[name] = dict(value) if isinstance(value, tuple) else value
         if self.num_blocks is not None:
             arguments["num_gpu_blocks_override"] = self.num_blocks
         if self.store is not None:
