@@ -57,6 +57,9 @@ class KVXferConfig:
     """Head shards per chunk, the same in all engines of a pool; None: tensor-parallel size."""
     value_order: ValueOrder = "native"
     """``native``, ``token_major`` or ``head_major``; the same in all engines of a pool."""
+    checksums: bool = False
+    """Keep a digest beside each value and compare it at each load; the same in all engines of a
+    pool. Without it a value of the right size is believed."""
     enable_lookup: bool = True
     """False: never look up, hence never load."""
     lookup_async: bool = True

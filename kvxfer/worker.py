@@ -32,6 +32,7 @@ from kvxfer.lookup.presence import StorePresence
 from kvxfer.messages import KVXferHandshake, KVXferMetadata, KVXferWorkerMetadata
 from kvxfer.spaces import RankSpaces
 from kvxfer.stores import Store, open_store
+from kvxfer.stores.checksums import ChecksummedStore
 from kvxfer.transfer import JobBoard, Loader, LoadSpec, Route, Saver
 from kvxfer.transfer.pieces import VALUE_ALIGN
 from kvxfer.vllm_specs import (
@@ -111,7 +112,8 @@ class KVXferWorker:
                 vllm_config, facts, config, value_order=value_order, content_format=content
             )
 
-        return cls(config, facts, open_store(config.store), names)
+        store = open_store(config.store)
+        return cls(config, facts, ChecksummedStore(store) if config.checksums else store, names)
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Make everything that depends on the tensors; raises what start-up must refuse."""

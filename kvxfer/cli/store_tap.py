@@ -69,6 +69,10 @@ class TappedStore(Store):
         self.puts.add(_moved(sources, outcomes), time.perf_counter() - started)
         return outcomes
 
+    def remove(self, keys: Sequence[bytes]) -> int:
+        """Pass on."""
+        return self._store.remove(keys)
+
     def remove_prefix(self, prefix: bytes) -> int:
         """Pass on."""
         return self._store.remove_prefix(prefix)

@@ -2,7 +2,8 @@
 """Stores: batched maps from key bytes to value bytes, behind one contract.
 
 ``open_store`` turns a URI into a ``Store``. ``base`` is the contract that every backend keeps and
-that ``tests/contract`` checks; ``uri`` parses; ``lmdb`` is the embedded backend:
+that ``tests/contract`` checks; ``checksums`` wraps any of them; ``uri`` parses; ``lmdb`` is the
+embedded backend:
 
     LmdbStore (lmdb)            arguments, outcomes, counters: what callers see
       Handle (lmdb_handle)      one open LMDB environment per process and folder, counted

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 MOST_KEY_BYTES = 511
 
 
-def check_keys(keys: Sequence[bytes]) -> None:
-    """Raise ``ValueError`` for the first key that is not bytes or not 1 to 511 of them."""
+def check_keys(keys: Sequence[bytes], most_bytes: int = MOST_KEY_BYTES) -> None:
+    """Raise ``ValueError`` for the first key that is not bytes or not 1 to ``most_bytes``."""
     lengths = set(map(len, keys)) if set(map(type, keys)) <= {bytes} else {0}
-    if lengths and not 1 <= min(lengths) <= max(lengths) <= MOST_KEY_BYTES:
-        raise ValueError(_first_bad_key(keys))
+    if lengths and not 1 <= min(lengths) <= max(lengths) <= most_bytes:
+        raise ValueError(_first_bad_key(keys, most_bytes))
 
 
 def check_prefix(prefix: bytes) -> None:
@@ -45,10 +45,10 @@ def byte_view(buffer: memoryview, name: str, *, writable: bool) -> memoryview:
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
 
-def _first_bad_key(keys: Sequence[bytes]) -> str:
+def _first_bad_key(keys: Sequence[bytes], most_bytes: int) -> str:
     for idx, key in enumerate(keys):
         if type(key) is not bytes:
             return f"keys[{idx}] is {type(key).__name__}, not bytes"
-        if not 1 <= len(key) <= MOST_KEY_BYTES:
-            return f"keys[{idx}] has {len(key)} bytes, not 1 to {MOST_KEY_BYTES}"
+        if not 1 <= len(key) <= most_bytes:
+            return f"keys[{idx}] has {len(key)} bytes, not 1 to {most_bytes}"
     raise AssertionError("every key is in order")

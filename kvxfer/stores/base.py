@@ -22,11 +22,18 @@ class Outcome(enum.IntEnum):
     FAILED = 5
     """The backend failed; the reason was logged and counted."""
     CLOSED = 6
+    CORRUPT = 7
+    """The bytes are not those that were put; the target holds something of no use."""
 
     @property
     def stored(self) -> bool:
         """Whether the value is in the store after a put."""
         return self in (Outcome.OK, Outcome.EXISTS)
+
+    @property
+    def is_useless(self) -> bool:
+        """Whether a get of this value will never succeed, so that it had better be removed."""
+        return self in (Outcome.WRONG_SIZE, Outcome.CORRUPT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +52,9 @@ class Store(abc.ABC):
     """A batched map from key bytes to value bytes, shared by threads and possibly by processes.
 
     Methods in the order of use: ``register`` buffers, then any number of ``exists``,
-    ``get_into``, ``put_from``, ``remove_prefix``, then ``close``. All may be called from any
-    thread at once. All are bounded in time and release the GIL while bytes move. A key that
-    fails costs that key only: batches never raise for what the backend did, only for wrong
+    ``get_into``, ``put_from``, ``remove``, ``remove_prefix``, then ``close``. All may be called
+    from any thread at once. All are bounded in time and release the GIL while bytes move. A key
+    that fails costs that key only: batches never raise for what the backend did, only for wrong
     arguments (``ValueError``), before anything was done. After ``close`` every key answers as
     absent or ``CLOSED``.
 
@@ -71,8 +78,8 @@ class Store(abc.ABC):
     def get_into(self, keys: Sequence[bytes], targets: Sequence[memoryview]) -> list[Outcome]:
         """Copy each value into its target, a writable contiguous byte buffer of the same size.
 
-        ``OK``, ``MISSING``, ``WRONG_SIZE``, ``FAILED`` or ``CLOSED`` per key; a target is
-        written only for ``OK``.
+        ``OK``, ``MISSING``, ``WRONG_SIZE``, ``FAILED`` or ``CLOSED`` per key, where checksums are
+        kept also ``CORRUPT``; a target is written only for ``OK`` and ``CORRUPT``.
         """
 
     @abc.abstractmethod
@@ -81,6 +88,10 @@ class Store(abc.ABC):
 
         ``OK``, ``EXISTS``, ``NO_SPACE``, ``FAILED`` or ``CLOSED`` per key.
         """
+
+    @abc.abstractmethod
+    def remove(self, keys: Sequence[bytes]) -> int:
+        """Remove values that are of no use, and return how many; a key that resists stays."""
 
     @abc.abstractmethod
     def remove_prefix(self, prefix: bytes) -> int:

@@ -101,6 +101,21 @@ class LmdbStore(Store):
             call.count_outcomes("put", outcomes)
             return outcomes
 
+    def remove(self, keys: Sequence[bytes]) -> int:
+        """Remove values by key; reads through the whole ledger, since this is for rare damage."""
+        check_keys(keys)
+        doomed = set(keys)
+        with self._call() as (handle, call):
+            if handle is None or not doomed:
+                return 0
+            try:
+                return handle.writer.remove(
+                    doomed.__contains__, self._options.timeout_s, call, most=len(doomed)
+                )
+            except (lmdb.Error, OSError) as error:
+                call.complain("a removal failed", error)
+                return 0
+
     def remove_prefix(self, prefix: bytes) -> int:
         """Remove every key under ``prefix``; ``StoreError`` where some may be left."""
         check_prefix(prefix)
@@ -108,7 +123,9 @@ class LmdbStore(Store):
             if handle is None:
                 return 0
             try:
-                return handle.writer.remove_prefix(prefix, self._options.timeout_s, call)
+                return handle.writer.remove(
+                    lambda key: key.startswith(prefix), self._options.timeout_s, call
+                )
             except (lmdb.Error, OSError) as error:
                 call.complain("a removal failed", error)
                 raise StoreError(f"prefix {prefix!r} may be removed in part: {error}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lmdb
@@ -83,19 +83,25 @@ class Writer:
                 return outcomes + [Outcome.NO_SPACE] * (len(keys) - len(outcomes))
         return outcomes
 
-    def remove_prefix(self, prefix: bytes, timeout_s: float, call: Call) -> int:
-        """Remove the keys under ``prefix`` that were there before the call; return how many.
+    def remove(
+        self,
+        is_wanted: Callable[[bytes], bool],
+        timeout_s: float,
+        call: Call,
+        most: int | None = None,
+    ) -> int:
+        """Remove the wanted keys, ``most`` of them, that were there before the call; how many.
 
         Goes through the rows of ``order`` slice by slice. Rows move only to higher ranks, ahead
         of it. ``StoreError`` where other writers keep the gate for ``timeout_s``.
         """
         num_removed = 0
         rank: bytes | None = b""
-        while rank is not None:
+        while rank is not None and num_removed != most:
             with self._gate.entered(time.monotonic() + timeout_s) as inside:
                 if not inside:
                     raise StoreError(f"other writers held the store for {timeout_s} s")
-                num, rank = self._remove_slice(prefix, rank)
+                num, rank = self._remove_slice(is_wanted, rank)
             num_removed += num
             call.counts["removed"] += num
         return num_removed
@@ -211,7 +217,9 @@ class Writer:
     def _can_ever_fit(self, item: Item) -> bool:
         return item.cost_bytes <= self._ledger.limit_bytes // LARGEST_VALUE_SHARE
 
-    def _remove_slice(self, prefix: bytes, rank: bytes) -> tuple[int, bytes | None]:
+    def _remove_slice(
+        self, is_wanted: Callable[[bytes], bool], rank: bytes
+    ) -> tuple[int, bytes | None]:
         """Remove a chunk's worth above ``rank``; return how many and where to go on."""
         num_removed = removed_bytes = 0
         with self._env.begin(write=True) as txn:
@@ -221,7 +229,7 @@ class Writer:
                 if removed_bytes > self._chunk_bytes:
                     break
                 rank = row.rank
-                if row.key.startswith(prefix):
+                if is_wanted(row.key):
                     self._ledger.remove(txn, counters, row)
                     removed_bytes += row.cost_bytes
                     num_removed += 1

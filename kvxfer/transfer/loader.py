@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,7 +91,18 @@ class Loader(Transfer[LoadSpec]):
                 len(keys),
                 refusals(outcomes, len(keys)),
             )
+            self._remove_useless(keys, outcomes)
         return fetched
+
+    def _remove_useless(self, keys: Sequence[bytes], outcomes: Sequence[Outcome] | None) -> None:
+        """Remove values that no load can ever use, so that the recomputed ones replace them."""
+        doomed = [
+            key
+            for key, outcome in zip(keys, outcomes or (), strict=False)
+            if Outcome(outcome).is_useless
+        ]
+        if doomed:
+            self.counts["values_removed"] += self._route.store.remove(doomed)
 
     def _unpack(
         self,

@@ -30,6 +30,9 @@ class DictStore(Store):
             self.values.setdefault(key, bytes(source))
         return outcomes
 
+    def remove(self, keys):
+        return sum(self.values.pop(key, None) is not None for key in keys)
+
     def remove_prefix(self, prefix):
         doomed = [key for key in self.values if key.startswith(prefix)]
         return len([self.values.pop(key) for key in doomed])
@@ -54,6 +57,7 @@ def test_tap_passes_every_call_on(inner):
     assert tap.get_into([b"a1"], [memoryview(target)]) == [Outcome.OK]
     assert target == b"abcd"
     assert tap.stats().num_values == 1
+    assert tap.remove([b"other"]) == 0
     assert tap.remove_prefix(b"a") == 1
     tap.close()
     assert inner.registered == [memoryview(target)]

@@ -71,6 +71,9 @@ class MemoryStore(Store):
             self.values.setdefault(key, bytes(source))
         return outcomes
 
+    def remove(self, keys):
+        return sum(self.values.pop(key, None) is not None for key in keys)
+
     def remove_prefix(self, prefix):
         doomed = [key for key in self.values if key.startswith(prefix)]
         for key in doomed:

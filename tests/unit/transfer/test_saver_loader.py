@@ -266,6 +266,31 @@ def test_load_of_a_value_of_another_size_touches_no_block(make_rank, store):
     assert all((cache == UNTOUCHED).all() for cache in target.caches)
 
 
+def test_value_that_no_load_can_use_is_replaced_by_the_next_save(make_rank, store):
+    source = saved_rank(make_rank, [1])
+    key, whole = next(iter(store.values.items()))
+    store.values[key] = whole + b"x"
+    target = make_rank(make_caches(UNTOUCHED))
+    load(target, 1, [5])
+    assert target.result(1) is JobResult.FAILED
+    assert key not in store.values
+    assert target.loader.counts["values_removed"] == 1
+    save(source, 1, [1])
+    assert source.result(1) is JobResult.DONE
+    assert store.values[key] == whole
+
+
+@pytest.mark.parametrize("outcome", [Outcome.MISSING, Outcome.FAILED, Outcome.CLOSED])
+def test_value_that_may_be_loaded_another_time_stays(make_rank, store, outcome):
+    saved_rank(make_rank, [1])
+    before = dict(store.values)
+    store.answers["get"] = lambda keys: [outcome] * len(keys)
+    target = make_rank(make_caches(UNTOUCHED))
+    load(target, 1, [5])
+    assert target.result(1) is JobResult.FAILED
+    assert store.values == before
+
+
 @pytest.mark.parametrize("call", ["exists", "put"])
 @pytest.mark.parametrize("answer", [RuntimeError("broken"), lambda keys: bytearray()])
 def test_save_that_fails_anywhere_ends_and_frees_its_blocks(make_rank, store, call, answer):
