@@ -9,7 +9,8 @@ people: the digest is what tells models apart. ``digest`` covers what the bytes 
 that depends on one engine's size (see :func:`engine_digest`). ``group`` names the layers by
 content, so that engines with another numbering, or with a drafter besides, share the rest.
 ``stage`` is the pipeline stage, ``heads`` the global KV-head range of the shard (``h0-8``) or
-``all`` where every rank holds the same bytes. The hash closes the chunk's last token.
+``all`` where every rank holds the same bytes; ``c1`` behind it: the second context rank's share of
+the block's tokens. The hash closes the chunk's last token.
 
 Callers: :mod:`kvxfer.worker` makes the key spaces of a rank; saver, loader and lookup build keys.
 """
@@ -69,12 +70,16 @@ def key_prefix(
     group: str,
     stage: int,
     heads: tuple[int, int] | None,
+    context_rank: int | None = None,
 ) -> bytes:
     """Return the part of a key before its hash, the final slash included.
 
-    ``heads``: global KV-head range [start, end), None where the bytes are replicated.
+    ``heads``: global KV-head range [start, end), None where ranks do not differ by heads.
+    ``context_rank``: whose share of the block's tokens, None where the bytes are of all of them.
     """
     shard = "all" if heads is None else f"h{heads[0]}-{heads[1]}"
+    if context_rank is not None:
+        shard += f"c{context_rank}"
     tail = f"{digest}/{group}/p{stage}/{shard}/"
     return reset_prefix(cache_prefix, model) + tail.encode()
 

@@ -28,11 +28,13 @@ class RankSpaces:
         self.all_shards: dict[int, list[KeySpace]] = {}
         classes = {(c.group, c.heads): (i, c.value_bytes) for i, c in enumerate(layout.classes)}
         for set_idx, layer_set, name in _named_sets(facts, names):
-            for heads in layer_set.shards():
+            for shard in layer_set.shards():
                 prefix = key_prefix(
-                    cache_prefix, names.model, names.digest, name, facts.pp_rank, heads
+                    cache_prefix, names.model, names.digest, name, facts.pp_rank, *shard
                 )
-                class_id, value_bytes = classes.get((set_idx, heads), (-1, 0))
+                class_id, value_bytes = -1, 0
+                if shard.context_rank == layer_set.context_rank:
+                    class_id, value_bytes = classes.get((set_idx, shard.heads), (-1, 0))
                 space = KeySpace(layer_set.group, prefix, class_id, value_bytes)
                 self.all_shards.setdefault(layer_set.group, []).append(space)
                 if class_id >= 0:

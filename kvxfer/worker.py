@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
 from kvxfer.blocks import BlockLayout, StagingPool
 from kvxfer.config import KVXferConfig
@@ -41,6 +40,7 @@ from kvxfer.vllm_specs import (
     check_version,
     content_format,
     name_values,
+    place_of_this_rank,
     read_config,
     read_engine,
     regions,
@@ -97,13 +97,7 @@ class KVXferWorker:
         """Make the worker side of this process's rank; opens the store."""
         check_version(vllm.__version__)
         config = read_config(vllm_config)
-        facts = read_engine(
-            vllm_config,
-            kv_cache_config,
-            config,
-            tp_rank=get_tensor_model_parallel_rank(),
-            pp_rank=get_pp_group().rank_in_group,
-        )
+        facts = read_engine(vllm_config, kv_cache_config, config, place_of_this_rank(vllm_config))
 
         def names(value_order: str) -> ValueNames:
             layers = [name for layer_set in facts.layer_sets for name in layer_set.layers]

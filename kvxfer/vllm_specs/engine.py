@@ -8,7 +8,10 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.core.kv_cache_utils import (
+    resolve_dcp_kv_cache_spec,
+    resolve_kv_cache_block_sizes,
+)
 from vllm.v1.kv_cache_interface import MambaSpec, get_mamba_prefill_checkpoint_position
 
 from kvxfer.config import KVXferConfig
@@ -16,6 +19,7 @@ from kvxfer.errors import UnsupportedError
 from kvxfer.hits import CacheGroup, Coordinator
 from kvxfer.vllm_specs.groups import cache_group_from_spec, layer_specs
 from kvxfer.vllm_specs.layer_sets import LayerSet, layer_sets
+from kvxfer.vllm_specs.ranks import RankPlace, StageRanks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -31,8 +35,8 @@ class EngineFacts:
 
     engine_id: str
     role: str
-    tp_rank: int
-    tp_size: int
+    rank: int
+    """This rank among all of the engine, by pipeline stage first."""
     pp_rank: int
     pp_size: int
     dp_rank: int
@@ -46,11 +50,6 @@ class EngineFacts:
     retention_tokens: int | None
     groups: tuple[CacheGroup, ...]
     layer_sets: tuple[LayerSet, ...]
-
-    @property
-    def rank(self) -> int:
-        """This rank among all of the engine, by pipeline stage first."""
-        return self.pp_rank * self.tp_size + self.tp_rank
 
     @property
     def align_tokens(self) -> int:
@@ -103,10 +102,12 @@ def read_engine(
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
     config: KVXferConfig,
-    tp_rank: int = 0,
-    pp_rank: int = 0,
+    place: RankPlace | None = None,
 ) -> EngineFacts:
-    """Describe the engine; UnsupportedError or ConfigError for what cannot be served."""
+    """Describe the engine as its rank at ``place`` sees it, by default the first.
+
+    UnsupportedError or ConfigError for what cannot be served.
+    """
     _refuse(vllm_config, kv_cache_config, config)
     cacheable = set(kv_cache_config.prefix_cacheable_group_ids)
     block_tokens, hash_tokens = _block_sizes(vllm_config, kv_cache_config)
@@ -115,12 +116,12 @@ def read_engine(
     assert transfer is not None
     assert transfer.engine_id is not None
     speculative = vllm_config.speculative_config
+    ranks, place = StageRanks.of(vllm_config), place or RankPlace()
     return EngineFacts(
         engine_id=transfer.engine_id,
         role=str(transfer.kv_role),
-        tp_rank=tp_rank,
-        tp_size=parallel.tensor_parallel_size,
-        pp_rank=pp_rank,
+        rank=ranks.number(place),
+        pp_rank=place.pp_rank,
         pp_size=parallel.pipeline_parallel_size,
         dp_rank=parallel.data_parallel_rank,
         num_ranks=parallel.world_size,
@@ -131,14 +132,14 @@ def read_engine(
         use_eagle=speculative is not None and _drops_eagle_block(speculative),
         retention_tokens=getattr(kv_cache_config, "prefix_cache_retention_interval", None),
         groups=tuple(
-            _cache_group(group, idx in cacheable)
+            _cache_group(group, idx in cacheable, ranks.dcp_size)
             for idx, group in enumerate(kv_cache_config.kv_cache_groups)
         ),
         layer_sets=tuple(
             layer_set
             for idx, group in enumerate(kv_cache_config.kv_cache_groups)
             if idx in cacheable
-            for layer_set in layer_sets(vllm_config, config, idx, group, tp_rank)
+            for layer_set in layer_sets(vllm_config, config, idx, group, ranks, place)
         ),
     )
 
@@ -149,24 +150,22 @@ def prefill_checkpoint(prompt_tokens: int, hash_tokens: int, use_eagle: bool) ->
 
 
 def context_parallel(vllm_config: VllmConfig) -> list[int]:
-    """Return the decode and prefill context-parallel sizes."""
-    parallel = vllm_config.parallel_config
-    return [
-        int(parallel.decode_context_parallel_size),
-        int(getattr(parallel, "prefill_context_parallel_size", 1)),
-    ]
+    """Return what decides which tokens of a block a rank holds: sizes, and tokens in a row."""
+    ranks = StageRanks.of(vllm_config)
+    in_a_row = int(vllm_config.parallel_config.cp_kv_cache_interleave_size or 1)
+    return [ranks.dcp_size, ranks.pcp_size, in_a_row if ranks.dcp_size > 1 else 1]
 
 
-def _cache_group(group: KVCacheGroupSpec, cacheable: bool) -> CacheGroup:
+def _cache_group(group: KVCacheGroupSpec, cacheable: bool, dcp_size: int) -> CacheGroup:
+    """Return a group with blocks as long as over all ranks that share them."""
+    spec = resolve_dcp_kv_cache_spec(group.kv_cache_spec, dcp_size)
     if not cacheable:  # skipped everywhere, whatever its kind
-        return CacheGroup("full", group.kv_cache_spec.block_size, cacheable=False)
-    return cache_group_from_spec(group.kv_cache_spec, eagle=group.is_eagle_group)
+        return CacheGroup("full", spec.block_size, cacheable=False)
+    return cache_group_from_spec(spec, eagle=group.is_eagle_group)
 
 
 def _refuse(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: KVXferConfig) -> None:
     parallel = vllm_config.parallel_config
-    if context_parallel(vllm_config) != [1, 1]:
-        raise UnsupportedError("context parallelism is not supported yet; set its sizes to 1")
     if getattr(vllm_config.model_config, "enable_sleep_mode", False):
         raise UnsupportedError("sleep mode frees registered memory; start without it")
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers of a cache group are stored together, and which part of them a rank holds."""
+"""Which layers of a cache group are stored together, and which part of them a rank holds.
+
+A rank holds a range of KV heads of every token, or where decode context parallelism shards the
+group, of its share of each block's tokens. Several ranks may hold the same bytes.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
@@ -17,6 +21,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kvxfer.config import KVXferConfig
 from kvxfer.errors import ConfigError, UnsupportedError
+from kvxfer.vllm_specs.ranks import RankPlace, StageRanks
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -24,6 +29,15 @@ if TYPE_CHECKING:
 
 _LAYER_IDX = re.compile(r"\.layers\.(\d+)\.")
 _DRAFT_NAME = re.compile(r"(^|\.)(draft_model|mtp|eagle)(\.|$)")
+
+
+class Shard(NamedTuple):
+    """The part of a chunk that one key holds."""
+
+    heads: tuple[int, int] | None
+    """Global KV heads [start, end), None where ranks do not differ by heads."""
+    context_rank: int | None
+    """Whose share of the block's tokens, None where each rank holds all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +52,24 @@ class LayerSet:
     num_heads: int
     """KV heads over all ranks; 1 where replicated."""
     local_heads: tuple[int, int] | None
-    """Global range of this rank's KV heads, None where every rank holds the same bytes."""
+    """Global range of this rank's KV heads, None where ranks do not differ by heads."""
     heads_per_shard: int
     is_first_replica: bool
     """Whether this rank is the one that saves its heads."""
     is_draft: bool
     spec_facts: Mapping[str, object]
+    context_rank: int | None = None
+    """This rank's share of a block's tokens, None where it holds all of them."""
+    num_context_ranks: int = 1
 
-    def shards(self) -> list[tuple[int, int] | None]:
-        """Return the head range of every shard of the pool, in order."""
-        if self.local_heads is None:
-            return [None]
+    def shards(self) -> list[Shard]:
+        """Return every shard of a chunk, over all ranks of a pipeline stage."""
         step = self.heads_per_shard
-        return [(first, first + step) for first in range(0, self.num_heads, step)]
+        heads: list[tuple[int, int] | None] = [None]
+        if self.local_heads is not None:
+            heads = [(first, first + step) for first in range(0, self.num_heads, step)]
+        shares = [None] if self.context_rank is None else range(self.num_context_ranks)
+        return [Shard(one, share) for one in heads for share in shares]
 
 
 def layer_sets(
@@ -58,7 +77,8 @@ def layer_sets(
     config: KVXferConfig,
     group_idx: int,
     group: KVCacheGroupSpec,
-    tp_rank: int,
+    ranks: StageRanks,
+    place: RankPlace,
 ) -> list[LayerSet]:
     """Split a group's layers by model, heads and format, in the group's order.
 
@@ -73,16 +93,19 @@ def layer_sets(
         is_draft = drafts and _is_draft_layer(layer, num_target_layers)
         _, _, layers = found.setdefault(f"{is_draft} {spec}", (is_draft, spec, []))
         layers.append(layer)
-    tp_size = vllm_config.parallel_config.tensor_parallel_size
-    sets = []
-    for is_draft, spec, layers in found.values():
-        num_distinct = _num_distinct(vllm_config, spec, is_draft, tp_size)
-        sets.append(
-            _layer_set(
-                config, group_idx, tuple(layers), spec, is_draft, tp_rank, tp_size, num_distinct
-            )
+    return [
+        _layer_set(
+            config,
+            group_idx,
+            tuple(layers),
+            spec,
+            is_draft,
+            ranks,
+            place,
+            _num_distinct(vllm_config, spec, is_draft, ranks.tp_size),
         )
-    return sets
+        for is_draft, spec, layers in found.values()
+    ]
 
 
 def _layer_set(
@@ -91,25 +114,32 @@ def _layer_set(
     layers: tuple[str, ...],
     spec: Any,
     is_draft: bool,
-    tp_rank: int,
-    tp_size: int,
+    ranks: StageRanks,
+    place: RankPlace,
     num_distinct: int,
 ) -> LayerSet:
-    replicas = tp_size // num_distinct
+    def bytes_of(rank: RankPlace) -> tuple[int, int | None]:
+        """Return what tells apart the bytes that ranks hold: heads and tokens."""
+        head_idx = rank.tp_rank * num_distinct // ranks.tp_size
+        return head_idx, ranks.context_rank(rank) if ranks.shards(spec) else None
+
+    head_idx, context_rank = bytes_of(place)
     replicated = num_distinct == 1 and _every_rank_alike(spec)
     total = spec.num_heads * num_distinct
-    first = tp_rank // replicas * spec.num_heads
+    first = head_idx * spec.num_heads
     if replicated or isinstance(spec, MambaSpec):
         heads_per_shard = spec.num_heads
     else:
-        heads_per_shard = _heads_per_shard(config, total, num_distinct, tp_size)
+        heads_per_shard = _heads_per_shard(config, total, num_distinct, ranks.tp_size)
     return LayerSet(
         group=group_idx,
         layers=layers,
         num_heads=total,
         local_heads=None if replicated else (first, first + spec.num_heads),
         heads_per_shard=heads_per_shard,
-        is_first_replica=tp_rank % replicas == 0,
+        context_rank=context_rank,
+        num_context_ranks=ranks.dcp_size,
+        is_first_replica=ranks.is_first(place, bytes_of),
         is_draft=is_draft,
         spec_facts=_spec_facts(spec, total),
     )

@@ -38,6 +38,7 @@ class Engine:
         *,
         tp_size=1,
         pp_size=1,
+        dcp_size=1,
         store_tp=2,
         names=NAMES,
         handshake=True,
@@ -50,20 +51,25 @@ class Engine:
         base = replace(
             make_facts(num_ranks=tp_size * pp_size, num_blocks=NUM_BLOCKS),
             engine_id=uuid.uuid4().hex,
-            tp_size=tp_size,
             pp_size=pp_size,
         )
         base = replace(base, groups=groups or base.groups)
         self.caches, self.workers = [], []
         for stage, rank in itertools.product(range(pp_size), range(tp_size)):
-            heads = HEADS // tp_size
-            layer_sets = (_layer_set(rank, heads, store_tp),)
-            facts = replace(base, tp_rank=rank, pp_rank=stage, layer_sets=layer_sets)
+            heads = HEADS * dcp_size // tp_size
+            layer_set = _layer_set(rank // dcp_size, heads, store_tp)
+            if dcp_size > 1:
+                layer_set = replace(
+                    layer_set, context_rank=rank % dcp_size, num_context_ranks=dcp_size
+                )
+            facts = replace(
+                base, rank=stage * tp_size + rank, pp_rank=stage, layer_sets=(layer_set,)
+            )
             of_stage = replace(names, groups=(f"{stage}{names.groups[0][1:]}",))
             worker = KVXferWorker(
                 self.config, facts, open_store(store_uri), lambda order, own=of_stage: own
             )
-            shape = (NUM_BLOCKS, heads, TOKENS, CONTENT)
+            shape = (NUM_BLOCKS, heads, TOKENS // dcp_size, CONTENT)
             caches = {
                 f"layer{i}": torch.randint(-128, 128, shape, dtype=torch.int8)
                 for i in range(LAYERS)
@@ -252,6 +258,26 @@ def test_every_pipeline_stage_stores_and_loads_its_own_layers(make):
     assert_same_blocks(loader, [9, 2, 11], saver, [3, 7, 5])
 
 
+def test_every_context_rank_stores_and_loads_its_own_share_of_the_tokens(make):
+    saver = make(tp_size=4, dcp_size=2)
+    saver.save("a", [3, 7, 5])
+    loader = make(tp_size=4, dcp_size=2)
+    assert loader.load(FakeRequest("a", 49), [9, 2, 11]) == 48
+    assert_same_blocks(loader, [9, 2, 11], saver, [3, 7, 5])
+
+
+def test_prefix_of_which_another_context_rank_lacks_its_share_is_no_hit(make, store_uri):
+    saver = make(tp_size=2, dcp_size=2)
+    saver.save("a", [3, 7, 5])
+    store = open_store(store_uri)
+    space = saver.workers[1]._spaces.held[0][0]
+    assert space.prefix.endswith(b"c1/")
+    hashes = FakeRequest("a", 49).block_hashes
+    assert store.remove_prefix(space.prefix + hashes[1].hex().encode()) == 1
+    store.close()
+    assert make(tp_size=2, dcp_size=2).hit(FakeRequest("a", 49)) == 16
+
+
 def test_prefix_of_which_another_stage_lacks_a_chunk_is_no_hit(make, store_uri):
     saver = make(pp_size=2)
     saver.save("a", [3, 7, 5])
@@ -318,4 +344,4 @@ def test_shutdown_finishes_the_saves_that_are_queued(make):
 
 def test_staging_too_small_for_a_value_is_refused_with_the_setting(store_uri, make):
     with pytest.raises(ValueError, match=r"staging_bytes is \d+: .* set it to \d+ or more"):
-        make(num_load_threads=300)
+        make(num_load_threads=200, num_save_threads=100)

@@ -5,6 +5,7 @@ import copy
 import json
 import shutil
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
@@ -26,6 +27,7 @@ from kvxfer.config import KVXferConfig
 from kvxfer.errors import ConfigError, UnsupportedError
 from kvxfer.spaces import RankSpaces
 from kvxfer.vllm_specs import (
+    RankPlace,
     check_version,
     name_values,
     read_engine,
@@ -114,11 +116,17 @@ def caches(spec, layers=LAYERS, *, order=(0, 1, 2, 3), padding=0):
     }
 
 
-def prefixes(vllm_config, kv_config=None, *, settings=None, tensors=None, content="plain", rank=0):
-    """Return the key prefixes of all shards as the worker of ``rank`` makes them."""
+def prefixes(vllm_config, kv_config=None, **changes):
+    """Return the key prefixes of all shards."""
+    spaces = spaces_of(vllm_config, kv_config, **changes)
+    return {space.prefix for group in spaces.all_shards.values() for space in group}
+
+
+def spaces_of(vllm_config, kv_config=None, *, settings=None, tensors=None, content="plain", rank=0):
+    """Return the key spaces as the worker of tensor rank ``rank`` makes them."""
     kv_config = kv_config or cache_config()
     config = KVXferConfig.from_extra(settings or {}, {})
-    facts = read_engine(vllm_config, kv_config, config, tp_rank=rank)
+    facts = read_engine(vllm_config, kv_config, config, RankPlace(rank))
     group = kv_config.kv_cache_groups[0]
     layout = BlockLayout.from_regions(
         regions(facts, tensors or caches(group.kv_cache_spec, group.layer_names)),
@@ -129,8 +137,7 @@ def prefixes(vllm_config, kv_config=None, *, settings=None, tensors=None, conten
     names = name_values(
         vllm_config, facts, config, value_order=layout.value_order, content_format=content
     )
-    spaces = RankSpaces(config.cache_prefix, facts, names, layout)
-    return {space.prefix for group in spaces.all_shards.values() for space in group}
+    return RankSpaces(config.cache_prefix, facts, names, layout)
 
 
 # What changes the keys
@@ -274,9 +281,9 @@ def test_native_order_is_part_of_the_key(vllm_config):
 # Shards
 
 
-def facts_of(vllm_config, kv_config, rank, **settings):
+def facts_of(vllm_config, kv_config, rank, *, pcp_rank=0, **settings):
     config = KVXferConfig.from_extra(settings, {})
-    return read_engine(vllm_config, kv_config, config, tp_rank=rank)
+    return read_engine(vllm_config, kv_config, config, RankPlace(rank, pcp_rank=pcp_rank))
 
 
 def test_each_rank_holds_its_own_heads(vllm_config):
@@ -284,7 +291,7 @@ def test_each_rank_holds_its_own_heads(vllm_config):
     split = cache_config(full_spec(num_kv_heads=2))
     held = [facts_of(vllm_config, split, rank).layer_sets[0] for rank in (0, 1)]
     assert [one.local_heads for one in held] == [(0, 2), (2, 4)]
-    assert held[0].shards() == [(0, 2), (2, 4)]
+    assert held[0].shards() == [((0, 2), None), ((2, 4), None)]
     assert all(one.is_first_replica for one in held)
 
 
@@ -300,8 +307,123 @@ def test_latent_cache_is_one_shard_that_rank_0_saves(vllm_config):
     vllm_config.parallel_config.tensor_parallel_size = 2
     spec = MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=16, dtype=torch.float32)
     held = [facts_of(vllm_config, cache_config(spec), rank).layer_sets[0] for rank in (0, 1)]
-    assert [one.shards() for one in held] == [[None], [None]]
+    assert [one.shards() for one in held] == [[(None, None)]] * 2
     assert [one.is_first_replica for one in held] == [True, False]
+
+
+# Context parallelism: the ranks of a context group share each block's tokens
+
+
+def latent_spec(**changes):
+    facts = {"block_size": 32, "num_kv_heads": 1, "head_size": 16, "dtype": torch.float32}
+    return MLAAttentionSpec(**{**facts, **changes})
+
+
+def set_parallel(vllm_config, **sizes):
+    for name, value in sizes.items():
+        setattr(vllm_config.parallel_config, name, value)
+
+
+def test_blocks_span_the_ranks_of_a_context_group(vllm_config):
+    set_parallel(vllm_config, tensor_parallel_size=4, decode_context_parallel_size=2)
+    facts = facts_of(vllm_config, cache_config(latent_spec()), 0)
+    assert (facts.block_tokens, facts.hash_tokens) == (64, 64)
+    assert [group.block_tokens for group in facts.groups] == [64]
+    hashes = [bytes([i]) * 32 for i in range(3)]
+    everything = lambda asked: [np.ones(len(idx), np.uint8) for _, idx in asked]  # noqa: E731
+    assert facts.coordinator().lookup(200, hashes, everything).hit_length == 192
+
+
+def test_latent_cache_is_one_shard_for_each_context_rank(vllm_config):
+    set_parallel(vllm_config, tensor_parallel_size=4, decode_context_parallel_size=2)
+    held = [facts_of(vllm_config, cache_config(latent_spec()), r).layer_sets[0] for r in range(4)]
+    assert all(one.shards() == [(None, 0), (None, 1)] for one in held)
+    assert [one.context_rank for one in held] == [0, 1, 0, 1]
+    assert [one.is_first_replica for one in held] == [True, True, False, False]
+
+
+def test_replicas_of_a_head_share_its_tokens(vllm_config):
+    set_parallel(vllm_config, tensor_parallel_size=16, decode_context_parallel_size=2)
+    split = cache_config(full_spec(num_kv_heads=1))
+    held = [facts_of(vllm_config, split, rank).layer_sets[0] for rank in range(16)]
+    saved = [(one.local_heads, one.context_rank) for one in held if one.is_first_replica]
+    assert saved == [((head, head + 1), share) for head in range(4) for share in range(2)]
+    assert held[0].shards() == saved
+
+
+@pytest.mark.parametrize(
+    ("dcp_size", "context_ranks", "savers"),
+    [
+        (1, [None] * 4, [True, False, False, False]),
+        (2, [0, 0, 1, 1], [True, False, True, False]),
+        (4, [0, 2, 1, 3], [True] * 4),
+    ],
+    ids="dcp={}".format,
+)
+def test_prefill_context_ranks_hold_copies_or_shares(vllm_config, dcp_size, context_ranks, savers):
+    set_parallel(
+        vllm_config,
+        tensor_parallel_size=2,
+        prefill_context_parallel_size=2,
+        decode_context_parallel_size=dcp_size,
+    )
+    places = [(tp, pcp) for pcp in range(2) for tp in range(2)]
+    facts = [
+        facts_of(vllm_config, cache_config(latent_spec()), tp, pcp_rank=pcp) for tp, pcp in places
+    ]
+    assert [one.rank for one in facts] == [0, 1, 2, 3]
+    assert [one.layer_sets[0].context_rank for one in facts] == context_ranks
+    assert [one.layer_sets[0].is_first_replica for one in facts] == savers
+
+
+def test_recurrent_states_are_not_shared_by_context_ranks(vllm_config):
+    set_parallel(vllm_config, tensor_parallel_size=4, decode_context_parallel_size=2)
+    state = MambaSpec(
+        block_size=64, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="align"
+    )
+    hybrid = KVCacheConfig(
+        num_blocks=NUM_BLOCKS,
+        kv_cache_tensors=[],
+        kv_cache_groups=[
+            KVCacheGroupSpec([LAYERS[0]], latent_spec()),
+            KVCacheGroupSpec([LAYERS[1]], state),
+        ],
+    )
+    facts = facts_of(vllm_config, hybrid, 1)
+    assert [group.block_tokens for group in facts.groups] == [64, 64]
+    assert [one.context_rank for one in facts.layer_sets] == [1, None]
+
+
+def test_every_rank_names_the_shards_of_all_ranks_and_holds_its_own(vllm_config):
+    set_parallel(vllm_config, tensor_parallel_size=4, decode_context_parallel_size=2)
+    split = cache_config(latent_spec())
+    everywhere = [spaces_of(vllm_config, split, rank=rank) for rank in range(4)]
+    named = [{space.prefix for space in one.all_shards[0]} for one in everywhere]
+    assert all(one == named[0] for one in named)
+    held = [[space.prefix for space in one.held[0]] for one in everywhere]
+    assert [len(one) for one in held] == [1] * 4
+    assert held[0] == held[2]
+    assert held[1] == held[3]
+    assert {*held[0], *held[1]} == named[0]
+    saved = [space.prefix for one in everywhere for space in one.saved.get(0, [])]
+    assert sorted(saved) == sorted(named[0])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"decode_context_parallel_size": 4},
+        {"cp_kv_cache_interleave_size": 32},
+        {"prefill_context_parallel_size": 2},
+    ],
+    ids=["ranks", "tokens_in_a_row", "prefill_ranks"],
+)
+def test_keys_change_with_which_tokens_a_rank_holds(vllm_config, change):
+    set_parallel(vllm_config, tensor_parallel_size=4, decode_context_parallel_size=2)
+    split = cache_config(latent_spec())
+    before = prefixes(vllm_config, split)
+    set_parallel(vllm_config, **change)
+    assert before.isdisjoint(prefixes(vllm_config, split))
 
 
 @pytest.mark.parametrize("store_tp", [1, 3, 6])
@@ -353,7 +475,6 @@ def test_recurrent_states_that_are_not_aligned_are_refused_with_the_option(vllm_
 @pytest.mark.parametrize(
     ("part", "name", "value", "message"),
     [
-        ("parallel_config", "decode_context_parallel_size", 2, "context parallelism"),
         ("parallel_config", "nnodes", 2, "embedded store is shared by one host"),
         ("model_config", "enable_sleep_mode", True, "sleep mode"),
     ],

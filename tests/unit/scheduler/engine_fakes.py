@@ -15,8 +15,7 @@ def make_facts(*, block_tokens=16, role="kv_both", num_ranks=1, num_blocks=256) 
     return EngineFacts(
         engine_id="engine",
         role=role,
-        tp_rank=0,
-        tp_size=num_ranks,
+        rank=0,
         pp_rank=0,
         pp_size=1,
         dp_rank=0,
