@@ -2,6 +2,8 @@
 """Build the Cython modules of ``kvxfer._native``; everything else is in pyproject.toml.
 
 ``KVXFER_DEBUG=1`` builds with bounds, None and initialised checks and ``-O0 -g``.
+``KVXFER_SANITIZE=1`` builds with gcc's address and undefined-behaviour sanitizers, which end the
+process at the first fault; ``scripts/sanitize.sh`` runs Python on such a build.
 ``KVXFER_EXTENSIONS=hits,keys`` builds only the modules named, for work on one of them.
 """
 
@@ -13,6 +15,7 @@ from setuptools import Extension, setup
 
 NATIVE = Path("kvxfer/_native")
 DEBUG = os.environ.get("KVXFER_DEBUG", "") == "1"
+SANITIZE = os.environ.get("KVXFER_SANITIZE", "") == "1"
 CHOSEN = set(filter(None, os.environ.get("KVXFER_EXTENSIONS", "").split(",")))
 HEADERS = sorted(str(path) for path in Path("csrc").glob("*.h"))
 
@@ -28,7 +31,15 @@ DIRECTIVES = {
     "embedsignature.format": "python",
     "show_performance_hints": not DEBUG,
 }
-COMPILE_ARGS = ["-O0", "-g"] if DEBUG else ["-O3", "-fno-strict-aliasing"]
+SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+if SANITIZE:
+    COMPILE_ARGS = ["-O1", "-g", "-fno-omit-frame-pointer", "-fno-strict-aliasing", *SANITIZERS]
+elif DEBUG:
+    COMPILE_ARGS = ["-O0", "-g"]
+else:
+    COMPILE_ARGS = ["-O3", "-fno-strict-aliasing"]
+LINK_ARGS = SANITIZERS if SANITIZE else []
+CYTHON_FOLDER = "build/cython" + ("-debug" if DEBUG else "")
 
 
 def extension(source: Path) -> Extension:
@@ -39,6 +50,7 @@ def extension(source: Path) -> Extension:
         include_dirs=["csrc"],
         depends=HEADERS,
         extra_compile_args=[*COMPILE_ARGS, "-std=c11"],
+        extra_link_args=LINK_ARGS,
         define_macros=[("KVXFER_DEBUG", "1")] if DEBUG else [],
     )
 
@@ -48,6 +60,6 @@ setup(
     ext_modules=cythonize(
         [extension(path) for path in sources],
         compiler_directives=DIRECTIVES,
-        build_dir="build/cython-debug" if DEBUG else "build/cython",
+        build_dir=CYTHON_FOLDER,
     )
 )

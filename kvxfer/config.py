@@ -7,14 +7,16 @@ import dataclasses
 import difflib
 import enum
 import logging
+import math
 import os
+import reprlib
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from kvxfer.errors import ConfigError
-from kvxfer.stores.uri import parse_size
+from kvxfer.stores.uri import LONGEST_S, parse_size
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +77,8 @@ class KVXferConfig:
     save_timeout_s: float = 60.0
     """A save that is not complete by then has failed."""
     save_decode_cache: bool = False
-    """Save blocks of generated tokens too."""
+    """Save blocks of generated tokens too, and recurrent states of them as far as vLLM retains
+    those (``--prefix-cache-retention-interval``): the next turn of a conversation hits there."""
     max_pinned_blocks: int | None = None
     """Blocks kept from reuse while saves read them; None: an eighth of the KV cache."""
     max_queued_saves: int = 256
@@ -111,8 +114,13 @@ class KVXferConfig:
         """Raise ConfigError for a value that no engine could run with."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, (int, float)) and not isinstance(value, bool) and value <= 0:
-                raise ConfigError(f"{field.name} is {value}; it must be positive")
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                continue
+            most = _largest(field.name)
+            if not 0 < value <= most:  # NaN is refused too
+                raise ConfigError(
+                    f"{field.name} is {_shown(value)}; it must be positive and at most {most}"
+                )
         if not self.load_async:
             raise ConfigError(
                 "load_async=false is not supported: synchronous loads are not tested yet, and for "
@@ -147,16 +155,54 @@ def _convert(name: str, value: object, kind: object) -> object:
         return None
     for option in options:
         if option is float and type(value) is int:
-            return float(value)
+            return _as_float(value)
         if option is int and isinstance(value, str) and name.endswith("_bytes"):
             return parse_size(value, name)
+        if option is str and isinstance(value, str) and not _is_utf8(value):
+            raise ConfigError(f"{name} is {_shown(value)}, which is no text that UTF-8 can hold")
         if isinstance(option, type) and type(value) is option:
             return value
     wanted = " or ".join(o.__name__ for o in options if isinstance(o, type) and o is not type(None))
-    raise ConfigError(f"{name} is {value!r}; it must be {wanted}")
+    raise ConfigError(f"{name} is {_shown(value)}; it must be {wanted}")
 
 
 def _choice(name: str, value: object, choices: tuple[object, ...]) -> object:
     if value not in choices:
-        raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(map(str, choices))}")
+        raise ConfigError(
+            f"{name} is {_shown(value)}; choose one of {', '.join(map(str, choices))}"
+        )
     return value
+
+
+_LARGEST = {"_s": LONGEST_S, "_bytes": 2**47, "_threads": 256}
+"""By the unit that ends a setting's name: a day, the address space, more threads than cores."""
+_LARGEST_COUNT = 2**31 - 1
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxlong = _short.maxother = 99
+
+
+def _largest(name: str) -> int:
+    """Return the largest value of a setting that anybody can mean."""
+    return next((most for unit, most in _LARGEST.items() if name.endswith(unit)), _LARGEST_COUNT)
+
+
+def _as_float(value: int) -> float:
+    """Return ``value``; what no float can hold becomes infinite, which ``check`` refuses."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.copysign(math.inf, 1 if value > 0 else -1)
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _shown(value: object) -> str:
+    """Return a value for a message: whole if it is short."""
+    return _short.repr(value)

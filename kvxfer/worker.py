@@ -284,7 +284,13 @@ class KVXferWorker:
     def _make_server(self) -> LookupServer:
         facts = self._facts
         endpoint = Endpoint.for_engine(facts.engine_id, facts.dp_rank, rank=facts.rank)
-        return LookupServer(endpoint, self.lookup, self.reset, self.set_key_spaces)
+        return LookupServer(
+            endpoint,
+            self.lookup,
+            self.reset,
+            self.set_key_spaces,
+            close_timeout_s=self._config.close_timeout_s,
+        )
 
     def _note_load(self, spec: LoadSpec, results: KVConnectorTransferResults) -> None:
         """Report what an ended load left unwritten: nothing, unless it failed."""

@@ -282,11 +282,16 @@ class LookupClient:
         return True
 
     def _receive(self) -> None:
-        """Take every reply that has arrived."""
+        """Take the replies that have arrived, as many as the socket's queue holds at most.
+
+        However fast more of them come, the call that looks returns.
+        """
         if self._socket.closed:
             return
-        # Asking for the events also lets ZMQ notice connections, which sends rely on.
-        while int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        for _ in range(_queue_length(self._max_in_flight)):
+            # Asking for the events also lets ZMQ notice connections, which sends rely on.
+            if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                return
             self._take(self._socket.recv_multipart(zmq.DONTWAIT))
 
     def _take(self, frames: list[bytes]) -> None:
@@ -361,6 +366,15 @@ class LookupClient:
         return self._last_request_id
 
 
+def _queue_length(max_in_flight: int) -> int:
+    """Return the messages that one of the socket's queues holds.
+
+    A queue learns what was taken from it half a queue at a time: twice the bound always has room
+    for what may be in flight, and some for control messages.
+    """
+    return 2 * max_in_flight + 4
+
+
 def _connect(
     context: zmq.Context[zmq.Socket[bytes]], endpoint: Endpoint, max_in_flight: int
 ) -> zmq.Socket[bytes]:
@@ -369,10 +383,8 @@ def _connect(
     # Only a completed connection takes messages, and what it has not delivered dies with it:
     # nothing is queued for a server that is not there.
     socket.setsockopt(zmq.IMMEDIATE, 1)
-    # A queue learns what was taken from it half a queue at a time: twice the bound always has
-    # room for what may be in flight, and some for control messages.
-    socket.setsockopt(zmq.SNDHWM, 2 * max_in_flight + 4)
-    socket.setsockopt(zmq.RCVHWM, 2 * max_in_flight + 4)
+    socket.setsockopt(zmq.SNDHWM, _queue_length(max_in_flight))
+    socket.setsockopt(zmq.RCVHWM, _queue_length(max_in_flight))
     # No MAXMSGSIZE here: a connecting socket never reconnects after an oversized message.
     socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, _MAX_RECONNECT_MS)

@@ -14,15 +14,23 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import logging
 import os
 import socket
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvxfer.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+LOCK_TIMEOUT_S = 5.0
+"""How long a server waits for another one that looks at the folder, which takes microseconds."""
+_LOCK_PAUSE_S = 0.002
 
 MAX_PATH_BYTES = 107  # sun_path is 108 bytes on Linux, its terminator included
 _BACKLOG = 64  # one client connects; the rest is room for reconnects and probes
@@ -90,11 +98,16 @@ class Endpoint:
     def listen(self) -> Listener:
         """Bind and listen at the path, in place of a file that a dead server left there.
 
-        Raises ``ConfigError`` where a live server listens already, or something that is not a
-        socket is in the way.
+        Raises ``ConfigError`` where a live server listens already, something that is not a socket
+        is in the way, or another process keeps the folder locked for ``LOCK_TIMEOUT_S``.
         """
         self.ensure_private_folder()
-        with contextlib.ExitStack() as undo, _locked(self.path.parent):
+        with contextlib.ExitStack() as undo, _locked(self.path.parent) as inside:
+            if not inside:
+                raise ConfigError(
+                    f"lookup folder {self.path.parent} has been locked by another process for "
+                    f"{LOCK_TIMEOUT_S} s: end that process, or set another folder"
+                )
             self._remove_stale_file()
             listening = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             try:
@@ -131,15 +144,25 @@ class Listener:
     path: Path
     listening: socket.socket
     _file_removed: bool = False  # guarded by the folder's lock
+    _given_up: bool = False
 
     def detach(self) -> int:
         """Return the descriptor; from here on the caller closes it."""
         return self.listening.detach()
 
     def remove_file(self) -> None:
-        """Remove the file and free the path; idempotent, also where the file is gone already."""
-        with contextlib.suppress(FileNotFoundError), _locked(self.path.parent):
-            if not self._file_removed:
+        """Remove the file and free the path; idempotent, also where the file is gone already.
+
+        Where another process keeps the folder locked for ``LOCK_TIMEOUT_S`` the file stays, and
+        the next server of the path replaces it.
+        """
+        if self._given_up:
+            return
+        with contextlib.suppress(FileNotFoundError), _locked(self.path.parent) as inside:
+            if not inside:
+                self._given_up = True
+                logger.warning("%s is left behind: its folder is locked", self.path)
+            elif not self._file_removed:
                 self._file_removed = True
                 self.path.unlink()
 
@@ -179,11 +202,24 @@ def _is_served(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock: between a look at a file and its removal no other server acts."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def _locked(folder: Path) -> Iterator[bool]:
+    """Hold the folder's lock: between a look at a file and its removal no other server acts.
+
+    False where another process kept it for ``LOCK_TIMEOUT_S``, being stopped perhaps.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
+        yield _lock_within(descriptor, LOCK_TIMEOUT_S)
     finally:
         os.close(descriptor)
+
+
+def _lock_within(descriptor: int, timeout_s: float) -> bool:
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(_LOCK_PAUSE_S)

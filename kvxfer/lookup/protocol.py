@@ -239,6 +239,7 @@ def _decode_lookup_reply(frame: memoryview) -> Reply:
     if frame.nbytes < _LOOKUP_REPLY.size:
         raise ProtocolError(f"a lookup reply of {frame.nbytes} bytes is cut short")
     _, _, kind, request_id, code, hit_length, num_tails = _LOOKUP_REPLY.unpack_from(frame)
+    _check_num_tails(num_tails)  # before they are unpacked
     expected = _LOOKUP_REPLY.size + num_tails * _TAIL.size
     if frame.nbytes != expected:
         raise ProtocolError(f"{num_tails} tails take {expected} bytes, got {frame.nbytes}")
@@ -306,10 +307,14 @@ def _check_lookup(num_tokens: int, width: int, body_bytes: int) -> None:
 def _check_answer(status: Status, hit_length: int, tails: Sequence[tuple[int, int]]) -> None:
     if status not in _WIRE_STATUSES:
         raise ProtocolError(f"status {status.name} is the client's own")
-    if len(tails) > MAX_TAILS:
-        raise ProtocolError(f"{len(tails)} tail boundaries, the bound is {MAX_TAILS}")
+    _check_num_tails(len(tails))
     for num_tokens in (hit_length, *(tokens for _, tokens in tails)):
         if not 0 <= num_tokens <= MAX_TOKENS:
             raise ProtocolError(f"{num_tokens} tokens in an answer, the bound is {MAX_TOKENS}")
     if status is not Status.OK and (hit_length or tails):
         raise ProtocolError(f"a {status.name} reply carries a hit of {hit_length} tokens")
+
+
+def _check_num_tails(num_tails: int) -> None:
+    if num_tails > MAX_TAILS:
+        raise ProtocolError(f"{num_tails} tail boundaries, the bound is {MAX_TAILS}")

@@ -7,12 +7,10 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 
-import lmdb
-
 from kvxfer.errors import StoreError
 from kvxfer.stores.arguments import byte_view, byte_views, check_keys, check_prefix
 from kvxfer.stores.base import Outcome, Store, StoreStats
-from kvxfer.stores.lmdb_calls import Call
+from kvxfer.stores.lmdb_calls import BACKEND_ERRORS, Call
 from kvxfer.stores.lmdb_handle import Handle, Reference
 from kvxfer.stores.lmdb_options import LmdbOptions
 from kvxfer.stores.uri import StoreUri
@@ -61,7 +59,7 @@ class LmdbStore(Store):
                 return bytearray(len(keys))
             try:
                 found = handle.reader.exists(keys, self._options.lease_s)
-            except lmdb.Error as error:
+            except BACKEND_ERRORS as error:
                 call.complain("a lookup failed", error)
                 call.counts["exists_failed"] += len(keys)
                 return bytearray(len(keys))
@@ -80,7 +78,7 @@ class LmdbStore(Store):
             outcomes: list[Outcome] = []
             try:
                 handle.reader.get_into(keys, views, outcomes)
-            except lmdb.Error as error:
+            except BACKEND_ERRORS as error:
                 call.complain("a get failed", error)
                 outcomes += [Outcome.FAILED] * (len(keys) - len(outcomes))
             call.count_outcomes("get", outcomes)
@@ -95,7 +93,7 @@ class LmdbStore(Store):
                 return self._refuse(keys)
             try:
                 outcomes = self._put(handle, call, keys, views)
-            except lmdb.Error as error:
+            except BACKEND_ERRORS as error:
                 call.complain("a put failed", error)
                 outcomes = [Outcome.FAILED] * len(keys)
             call.count_outcomes("put", outcomes)
@@ -112,7 +110,7 @@ class LmdbStore(Store):
                 return handle.writer.remove(
                     doomed.__contains__, self._options.timeout_s, call, most=len(doomed)
                 )
-            except (lmdb.Error, OSError) as error:
+            except BACKEND_ERRORS as error:
                 call.complain("a removal failed", error)
                 return 0
 
@@ -126,7 +124,7 @@ class LmdbStore(Store):
                 return handle.writer.remove(
                     lambda key: key.startswith(prefix), self._options.timeout_s, call
                 )
-            except (lmdb.Error, OSError) as error:
+            except BACKEND_ERRORS as error:
                 call.complain("a removal failed", error)
                 raise StoreError(f"prefix {prefix!r} may be removed in part: {error}") from error
 
@@ -137,7 +135,7 @@ class LmdbStore(Store):
                 return self._last_stats
             try:
                 num_values, used_bytes = handle.reader.count()
-            except lmdb.Error as error:
+            except BACKEND_ERRORS as error:
                 call.complain("counting failed", error)
                 num_values = used_bytes = 0
             return StoreStats(

@@ -25,6 +25,15 @@ DAMAGE_ERRORS = (
     lmdb.PanicError,
     lmdb.InvalidError,
 )
+OPENING_DAMAGE_ERRORS = (
+    *DAMAGE_ERRORS,
+    lmdb.VersionMismatchError,
+    lmdb.IncompatibleError,
+    lmdb.NotFoundError,
+)
+"""While a store is opened: a header or a database is not what we have written."""
+BACKEND_ERRORS = (lmdb.Error, OSError)
+"""What a call turns into outcomes."""
 
 _last_complaints: dict[tuple[str, str], float] = {}
 
@@ -44,7 +53,7 @@ class Call:
     def complain(self, what: str, error: BaseException | None = None) -> None:
         """Log a failure, each kind once a minute; damage is also noted in the store's folder."""
         if isinstance(error, DAMAGE_ERRORS):
-            self._report_damage()
+            note_damage(self._folder)
         now = time.monotonic()
         kind = (str(self._folder), what)
         if now - _last_complaints.get(kind, -COMPLAINT_INTERVAL_S) < COMPLAINT_INTERVAL_S:
@@ -52,8 +61,10 @@ class Call:
         _last_complaints[kind] = now
         logger.warning("store %s: %s%s", *kind, f": {error}" if error else "")
 
-    def _report_damage(self) -> None:
-        try:
-            (self._folder / DAMAGE_NAME).touch(mode=0o600)
-        except OSError as error:  # the check at the next opening finds it, or LMDB again
-            logger.warning("store %s: damage could not be noted: %s", self._folder, error)
+
+def note_damage(folder: Path) -> None:
+    """Have whoever is next alone with the store set its file aside."""
+    try:
+        (folder / DAMAGE_NAME).touch(mode=0o600)
+    except OSError as error:  # the check at the next opening finds it, or LMDB again
+        logger.warning("store %s: damage could not be noted: %s", folder, error)

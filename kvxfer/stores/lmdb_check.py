@@ -11,6 +11,7 @@ The child imports nothing of kvxfer, so what both sides need stands here.
 
 from __future__ import annotations
 
+import os
 import resource
 import struct
 import sys
@@ -28,6 +29,10 @@ def main() -> None:
     """Check the store in the folder ``sys.argv[1]``; exit with a message where it is damaged."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     env = lmdb.open(sys.argv[1], readonly=True, lock=False, create=False, max_dbs=len(DATABASES))
+    file_bytes = os.stat(os.path.join(sys.argv[1], "data.mdb")).st_size
+    num_pages = env.info()["last_pgno"] + 1
+    if num_pages * env.stat()["psize"] > file_bytes:
+        sys.exit(f"its {num_pages} pages are more than its {file_bytes} bytes hold")
     values, order, state = (env.open_db(name, create=False) for name in DATABASES)
     with env.begin() as txn:
         problem = find_problem(txn, values, order, state)

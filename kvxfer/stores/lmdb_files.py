@@ -144,6 +144,9 @@ class StoreFolder:
             raise StoreError(f"store {self.path} is open in another version of kvxfer")
         if marker.boot_id != boot_id():
             raise StoreError(f"store {self.path} is open on another host; give each host its own")
+        # LMDB sets the file to the size that it is told: a smaller one is a SIGBUS for the others.
+        if marker.file_bytes != os.stat(self.path / DATA_NAME).st_size:
+            raise StoreError(f"store {self.path} is open, but its marker has another file size")
         if capacity_bytes not in (None, marker.capacity_bytes):
             logger.info(
                 "store %s is open with capacity %d, which stays; %d was asked for",
@@ -179,7 +182,8 @@ class StoreFolder:
         """Make the table of uses anew, unless it fits and its clock is still running."""
         path = self.path / USES_NAME
         size = table_bytes(marker.file_bytes)
-        if renew or not path.exists() or path.stat().st_size != size:
+        fits = path.exists() and path.stat().st_size == size
+        if renew or not fits or not UseTable(path).is_possible(time.monotonic()):
             make_table(path, size)
 
     def _mark_clean(self, deadline: float) -> None:

@@ -18,11 +18,11 @@ from typing import Any
 import lmdb
 
 from kvxfer.errors import StoreError
-from kvxfer.stores.lmdb_calls import Call
+from kvxfer.stores.lmdb_calls import OPENING_DAMAGE_ERRORS, Call, note_damage
 from kvxfer.stores.lmdb_check import DATABASES
 from kvxfer.stores.lmdb_data import DATA_NAME
 from kvxfer.stores.lmdb_files import StoreFolder
-from kvxfer.stores.lmdb_ledger import LIMIT_SHARE, Ledger, Tables
+from kvxfer.stores.lmdb_ledger import LIMIT_SHARE, Counters, Ledger, Tables
 from kvxfer.stores.lmdb_marker import Marker
 from kvxfer.stores.lmdb_options import LmdbOptions
 from kvxfer.stores.lmdb_reader import Reader
@@ -152,17 +152,23 @@ class Handle:
             self.folder.leave()
 
     def _build(self, options: LmdbOptions, marker: Marker) -> None:
-        """Make the reader and the writer of the environment that was just opened."""
+        """Make the reader and the writer of the environment that was just opened.
+
+        ``lmdb.CorruptedError`` where its books cannot be true.
+        """
         tables = self._open_tables(options)
         uses = self.folder.use_table()
         limit_bytes = int(LIMIT_SHARE * marker.capacity_bytes)
         chunk_bytes = min(MOST_CHUNK_BYTES, limit_bytes // CHUNKS_PER_LIMIT)
         page_bytes = int(self._env.stat()["psize"])
+        ledger = Ledger(tables, uses, limit_bytes, page_bytes)
+        with self._env.begin() as txn:
+            ledger.check(txn, Counters.load(txn, tables), marker.file_bytes)
         self.capacity_bytes = marker.capacity_bytes
         self.reader = Reader(self._env, tables, uses, self._gate, chunk_bytes)
         self.writer = Writer(
             self._env,
-            Ledger(tables, uses, limit_bytes, page_bytes),
+            ledger,
             uses,
             self._gate,
             chunk_bytes=chunk_bytes,
@@ -257,8 +263,14 @@ def _acquire(options: LmdbOptions) -> Handle:
 
 
 def _open(options: LmdbOptions) -> Handle:
+    """Open the folder; damage that LMDB finds on the way is set aside, if nobody else is inside."""
     try:
-        return Handle(options)
+        try:
+            return Handle(options)
+        except OPENING_DAMAGE_ERRORS as error:
+            logger.warning("store %s is damaged: %s", options.folder, error)
+            note_damage(options.folder)
+            return Handle(options)
     except StoreError:
         raise
     except (OSError, lmdb.Error) as error:

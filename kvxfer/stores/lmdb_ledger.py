@@ -34,6 +34,9 @@ MOST_EXAMINED = 4096
 _COUNTERS = struct.Struct("<4Q")
 _RANK = struct.Struct(">2Q")
 _LAST = 2**64 - 1
+_MOST = 2**62
+"""Above any number that a store counts up to."""
+_MOST_KEY_BYTES = 511
 
 _PAGE_HEADER_BYTES = 16
 _NODE_BYTES = 10  # node header and its index
@@ -59,9 +62,14 @@ class Counters:
 
     @classmethod
     def load(cls, txn: Any, tables: Tables) -> Counters:
-        """Read the record of the transaction's snapshot."""
+        """Read the record of the transaction's snapshot; ``lmdb.CorruptedError`` if it is none."""
         record = txn.get(COUNTERS_KEY, db=tables.state)
-        return cls(*_COUNTERS.unpack(record)) if record is not None else cls()
+        if record is None:
+            return cls()
+        numbers = _COUNTERS.unpack(record) if len(record) == _COUNTERS.size else (_LAST,)
+        if max(numbers) > _MOST:
+            raise lmdb.CorruptedError("the record of counters cannot be ours")
+        return cls(*numbers)
 
     def save(self, txn: Any, tables: Tables) -> None:
         """Write the record."""
@@ -123,6 +131,17 @@ class Ledger:
         num_pages = -(-(_PAGE_HEADER_BYTES + value_bytes) // self._page_bytes)
         return num_pages * self._page_bytes + _TREE_SLACK * rows
 
+    def check(self, txn: Any, counters: Counters, file_bytes: int) -> None:
+        """Raise ``lmdb.CorruptedError`` where the books cannot be true; a few counts, no search."""
+        num_values = txn.stat(self.tables.values)["entries"]
+        num_rows = txn.stat(self.tables.order)["entries"]
+        if num_values != num_rows:
+            raise lmdb.CorruptedError(f"{num_values} values have {num_rows} rows")
+        if counters.used_bytes > file_bytes or bool(counters.used_bytes) != bool(num_rows):
+            raise lmdb.CorruptedError(
+                f"{num_rows} values cost {counters.used_bytes} bytes of a file of {file_bytes}"
+            )
+
     def begin_batch(self, counters: Counters, batch: Batch) -> None:
         """Give a put call its generation, on its first transaction."""
         if batch.first_sequence:  # again after an aborted transaction, perhaps
@@ -149,7 +168,7 @@ class Ledger:
         """Remove a value and its row."""
         txn.delete(row.rank, db=self.tables.order)
         txn.delete(row.key, db=self.tables.values)
-        counters.used_bytes -= row.cost_bytes
+        counters.used_bytes = max(0, counters.used_bytes - row.cost_bytes)
 
     def choose(
         self, txn: Any, counters: Counters, excess_bytes: int, batch: Batch, now_s: float
@@ -166,11 +185,11 @@ class Ledger:
         for _ in range(MOST_EXAMINED):
             if excess_bytes <= 0 or not at_row:
                 break
-            generation, inverse = _RANK.unpack(cursor.key())
+            row = _read_row(cursor)
+            generation, inverse = _RANK.unpack(row.rank)
             if generation == batch.generation and _LAST - inverse >= batch.first_sequence:
                 at_row = cursor.set_range(_RANK.pack(generation, _LAST - batch.first_sequence + 1))
                 continue
-            row = _read_row(cursor)
             target = self._generation_now_due(row.key, generation, counters, now_s)
             if target is None:
                 sweep.victims.append(row)
@@ -207,10 +226,13 @@ class Ledger:
         slot = self._uses.slot(key)
         if self._uses.is_leased(slot, now_s):
             return counters.generation
-        last_use = self._uses.last_use(slot)
+        last_use = min(self._uses.last_use(slot), counters.generation)
         return last_use if last_use > generation else None
 
 
 def _read_row(cursor: lmdb.Cursor) -> Row:
-    record = bytes(cursor.value())
-    return Row(bytes(cursor.key()), COST.unpack_from(record)[0], record[COST.size :])
+    """Return the row at the cursor; ``lmdb.CorruptedError`` if it is none."""
+    rank, record = bytes(cursor.key()), bytes(cursor.value())
+    if len(rank) != _RANK.size or not COST.size < len(record) <= COST.size + _MOST_KEY_BYTES:
+        raise lmdb.CorruptedError(f"the row {rank!r} of the order cannot be ours")
+    return Row(rank, COST.unpack_from(record)[0], record[COST.size :])

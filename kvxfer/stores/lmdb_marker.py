@@ -4,13 +4,18 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from kvxfer.stores.lmdb_options import MIN_CAPACITY_BYTES
+from kvxfer.stores.uri import MOST_BYTES
+
 MARKER_NAME = "kvxfer.json"
 FORMAT = 1
 """Of the databases in data.mdb; a store of another format is set aside."""
+_MOST_MARKER_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +35,13 @@ class Marker:
 
 
 def read_marker(folder: Path) -> Marker | None:
-    """Return the folder's marker; None where there is none or it cannot be read."""
+    """Return the folder's marker; None where there is none, or none that we can have written."""
     try:
-        marker = Marker(**json.loads((folder / MARKER_NAME).read_bytes()))
-    except (OSError, ValueError, TypeError):
+        with open(folder / MARKER_NAME, "rb") as file:
+            marker = Marker(**json.loads(file.read(_MOST_MARKER_BYTES)))
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
-    sizes_are_whole = isinstance(marker.file_bytes, int) and isinstance(marker.capacity_bytes, int)
-    return marker if sizes_are_whole else None
+    return marker if _is_possible(marker) else None
 
 
 def write_marker(folder: Path, marker: Marker) -> None:
@@ -65,6 +70,17 @@ def boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         return ""
+
+
+def _is_possible(marker: Marker) -> bool:
+    """Whether every field has a type and a value that ``write_marker`` may have been given."""
+    numbers = (marker.format, marker.file_bytes, marker.capacity_bytes, marker.clean_mtime_ns or 0)
+    return (
+        all(type(number) is int for number in numbers)
+        and type(marker.boot_id) is str
+        and MIN_CAPACITY_BYTES <= marker.capacity_bytes < marker.file_bytes + mmap.PAGESIZE
+        and marker.file_bytes <= MOST_BYTES
+    )
 
 
 def _open_private(path: str, flags: int) -> int:

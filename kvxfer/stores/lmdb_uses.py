@@ -18,7 +18,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from kvxfer.errors import StoreError
 from kvxfer.stores.lmdb_space import allocate
+from kvxfer.stores.uri import LONGEST_S
 
 HEADER_BYTES = 4096
 SLOT_BYTES = 16
@@ -35,6 +37,11 @@ def table_bytes(file_bytes: int) -> int:
     """Return the size of the table beside a store of ``file_bytes``; its slots are a power of 2."""
     num_slots = max(FEWEST_SLOTS, 1 << (file_bytes // BYTES_PER_SLOT - 1).bit_length())
     return HEADER_BYTES + num_slots * SLOT_BYTES
+
+
+def _is_table_size(size_bytes: int) -> bool:
+    num_slots, rest = divmod(size_bytes - HEADER_BYTES, SLOT_BYTES)
+    return not rest and num_slots >= FEWEST_SLOTS and num_slots.bit_count() == 1
 
 
 def make_table(path: Path, size_bytes: int) -> None:
@@ -59,7 +66,11 @@ class UseTable:
     """
 
     def __init__(self, path: Path) -> None:
+        """Map the table; ``StoreError`` for a file that is none."""
         with open(path, "r+b") as file:
+            size_bytes = os.fstat(file.fileno()).st_size
+            if not _is_table_size(size_bytes):
+                raise StoreError(f"{path} has {size_bytes} bytes, which is no table of uses")
             self._map = mmap.mmap(file.fileno(), 0)
         num_slots = (len(self._map) - HEADER_BYTES) // SLOT_BYTES
         self._header = np.frombuffer(self._map, np.uint64, 2)
@@ -69,6 +80,14 @@ class UseTable:
         )
         self._mask = num_slots - 1
         self._fence = threading.Lock()
+
+    def is_possible(self, now_s: float) -> bool:
+        """Whether no lease is longer than any can be, and the epoch is one that was counted up.
+
+        For whoever is alone with the store: a lease without an end would keep it full for ever.
+        """
+        leases_end = bool(np.all(self._leased_until <= now_s + LONGEST_S))  # False for NaN
+        return leases_end and self.epoch < 2**62
 
     def slots(self, keys: Sequence[bytes]) -> SlotArray:
         """Return the slot of each key."""

@@ -101,7 +101,7 @@ class Writer:
             with self._gate.entered(time.monotonic() + timeout_s) as inside:
                 if not inside:
                     raise StoreError(f"other writers held the store for {timeout_s} s")
-                num, rank = self._remove_slice(is_wanted, rank)
+                num, rank = self._remove_slice_or_less(is_wanted, rank, call)
             num_removed += num
             call.counts["removed"] += num
         return num_removed
@@ -184,6 +184,7 @@ class Writer:
     def _sweep(self, excess_bytes: int, batch: Batch) -> Sweep:
         with self._env.begin(write=True) as txn:
             counters = Counters.load(txn, self._ledger.tables)
+            self._ledger.check(txn, counters, self._file_bytes)
             self._ledger.begin_batch(counters, batch)
             sweep = self._ledger.choose(txn, counters, excess_bytes, batch, time.monotonic())
             self._ledger.apply(txn, counters, sweep)
@@ -217,16 +218,33 @@ class Writer:
     def _can_ever_fit(self, item: Item) -> bool:
         return item.cost_bytes <= self._ledger.limit_bytes // LARGEST_VALUE_SHARE
 
-    def _remove_slice(
-        self, is_wanted: Callable[[bytes], bool], rank: bytes
+    def _remove_slice_or_less(
+        self, is_wanted: Callable[[bytes], bool], rank: bytes, call: Call
     ) -> tuple[int, bytes | None]:
-        """Remove a chunk's worth above ``rank``; return how many and where to go on."""
+        """Remove a slice, a smaller one each time that LMDB finds no page for its own trees.
+
+        A removal copies the pages it changes before it frees any; readers may still use those
+        that earlier ones freed. ``lmdb.MapFullError`` where the last try fails too.
+        """
+        for retry in range(MOST_TRIES - 1):
+            try:
+                return self._remove_slice(is_wanted, rank, self._chunk_bytes >> 4 * retry)
+            except lmdb.MapFullError:
+                call.counts["map_full"] += 1
+                self._env.reader_check()
+                time.sleep(RETRY_PAUSE_S * 4**retry)
+        return self._remove_slice(is_wanted, rank, 0)
+
+    def _remove_slice(
+        self, is_wanted: Callable[[bytes], bool], rank: bytes, slice_bytes: int
+    ) -> tuple[int, bytes | None]:
+        """Remove about ``slice_bytes`` above ``rank``; return how many and where to go on."""
         num_removed = removed_bytes = 0
         with self._env.begin(write=True) as txn:
             counters = Counters.load(txn, self._ledger.tables)
             rows = self._ledger.rows_after(txn, rank, ROWS_PER_REMOVAL)
             for row in rows:
-                if removed_bytes > self._chunk_bytes:
+                if removed_bytes > slice_bytes:
                     break
                 rank = row.rank
                 if is_wanted(row.key):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -28,7 +29,10 @@ SIZE_UNITS = {
 """Bytes per unit, by lower-case name: powers of ten for KB, of two for KiB."""
 
 LONGEST_S = 86_400
+MOST_BYTES = 2**63 - 1
+"""What the system's calls take for a size."""
 
+_DROPPED = frozenset("\t\r\n")  # urlsplit would leave them out in silence
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.ASCII | re.IGNORECASE)
 
 
@@ -47,6 +51,8 @@ def parse_uri(text: str) -> StoreUri:
     """Split a store URI; ``ConfigError`` where it is not one or an option comes twice."""
     if not isinstance(text, str) or "://" not in text:
         raise ConfigError(f"store {text!r} is no URI; write e.g. lmdb:///path?capacity=8GiB")
+    if not _DROPPED.isdisjoint(text):
+        raise ConfigError(f"store {text!r} has a tab or a line break; write it as %09, %0A or %0D")
     try:
         parts = urlsplit(text)
     except ValueError as error:
@@ -57,7 +63,7 @@ def parse_uri(text: str) -> StoreUri:
         text=text,
         scheme=parts.scheme,
         host=parts.netloc,
-        path=unquote(parts.path),
+        path=_parse_path(text, parts.path),
         options=_parse_options(text, parts.query),
     )
 
@@ -76,14 +82,16 @@ def check_options(uri: StoreUri, valid: Collection[str]) -> None:
 def parse_size(text: str, name: str) -> int:
     """Return the bytes that ``text`` says: ``8GiB``, ``1.5 GB``, ``64MiB`` or plain bytes.
 
-    At least 1. ``name`` is the option, for the ``ConfigError`` about anything else.
+    At least 1, less than 8 EiB. ``name`` is the option, for the ``ConfigError`` about anything
+    else.
     """
     match = _SIZE.fullmatch(text.strip())
     unit = SIZE_UNITS.get(match[2].lower(), 0) if match else 0
     size = int(Decimal(match[1]) * unit) if match else 0
-    if size < 1:
+    if not 1 <= size <= MOST_BYTES:
         raise ConfigError(
-            f"{name}={text!r} is no size; write e.g. 8GiB, 500MB or bytes (B, KB..TB, KiB..TiB)"
+            f"{name}={text[:99]!r} is no size; "
+            "write e.g. 8GiB, 500MB or bytes (B, KB..TB, KiB..TiB)"
         )
     return size
 
@@ -96,9 +104,22 @@ def parse_seconds(text: str, name: str) -> float:
         seconds = math.nan
     if not 0 <= seconds <= LONGEST_S:
         raise ConfigError(
-            f"{name}={text!r} is no duration; write seconds from 0 to {LONGEST_S}, e.g. 30 or 0.5"
+            f"{name}={text[:99]!r} is no duration; "
+            f"write seconds from 0 to {LONGEST_S}, e.g. 30 or 0.5"
         )
     return seconds
+
+
+def _parse_path(text: str, quoted: str) -> str:
+    """Return the decoded path; ``ConfigError`` for one that no file can have."""
+    path = unquote(quoted)
+    try:
+        is_name = b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        is_name = False
+    if not is_name:
+        raise ConfigError(f"store {text!r} has a path that no file can have; check its %-escapes")
+    return path
 
 
 def _parse_options(text: str, query: str) -> dict[str, str]:

@@ -56,8 +56,10 @@ class Loader(Transfer[LoadSpec]):
     def _run(self, job: Job, spec: LoadSpec) -> JobResult:
         pieces = Pieces.of(spec.chunks, self._route.spaces)
         if len(pieces) == 0:  # the groups have no layers on this pipeline stage
-            with self._lock:
-                self._valid_chunks[job.job_id] = sum(map(len, spec.chunks))
+            if not self._board.begin_copy(job):
+                return JobResult.FAILED
+            self._note_valid(job, sum(map(len, spec.chunks)))
+            self._board.end_copy(job, last=False)
             return JobResult.DONE
         for batch in pieces.batches(self._route.staging.slot_bytes):
             if not self._load_batch(job, pieces, batch, sum(map(len, spec.chunks))):
@@ -94,6 +96,11 @@ class Loader(Transfer[LoadSpec]):
             self._remove_useless(keys, outcomes)
         return fetched
 
+    def _note_valid(self, job: Job, num_chunks: int) -> None:
+        """Note progress between ``begin_copy`` and ``end_copy``: who asks comes after the end."""
+        with self._lock:
+            self._valid_chunks[job.job_id] = num_chunks
+
     def _remove_useless(self, keys: Sequence[bytes], outcomes: Sequence[Outcome] | None) -> None:
         """Remove values that no load can ever use, so that the recomputed ones replace them."""
         doomed = [
@@ -123,8 +130,7 @@ class Loader(Transfer[LoadSpec]):
                 self._route.layout,
                 pieces.items(batch, slot.ptr)[fetched & _before_failure(chunk_idx, fetched)],
             )
-            with self._lock:
-                self._valid_chunks[job.job_id] = num_whole
+            self._note_valid(job, num_whole)
         finally:
             in_time = self._board.end_copy(job, last=False)
         return in_time
