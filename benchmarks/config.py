@@ -37,11 +37,20 @@ class Sizes:
 
     min_rounds: int = 10
     """Rounds at least: fewer than ten say nothing of the spread."""
+    calls_per_side: int = 3
+    """Calls in a row of which one side of a pair is the median."""
+    short_calls_per_side: int = 9
+    """The same where ours takes microseconds: its caches are warm from about the third on."""
 
     @property
     def num_hashes(self) -> int:
         """Block hashes of the prompt."""
         return self.prompt_tokens // self.block_tokens
+
+    @property
+    def long_prompt_tokens(self) -> int:
+        """A prompt of eight times the length: 1,048,576 tokens at full size."""
+        return 8 * self.prompt_tokens
 
 
 FULL = Sizes()
@@ -56,6 +65,8 @@ SMOKE = Sizes(
     store_bytes=1 * MIB,
     store_capacity_bytes=64 * MIB,
     min_rounds=1,
+    calls_per_side=1,
+    short_calls_per_side=2,
 )
 IS_SMOKE = os.environ.get("KVXFER_BENCH_SMOKE", "") == "1"
 SIZES = SMOKE if IS_SMOKE else FULL

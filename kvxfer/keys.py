@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from kvxfer._native.keys import build_keys
+from kvxfer._native.keys import build_keys, build_shard_keys
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -56,6 +56,14 @@ class KeySpace:
     def keys(self, hashes: Buffer, hash_bytes: int, hash_idx: NDArray[np.int32]) -> list[bytes]:
         """Return the key of each hash of ``hash_idx`` (see ``_native.keys.build_keys``)."""
         return build_keys(self.prefix, hashes, hash_bytes, hash_idx)
+
+
+def shard_keys(
+    spaces: Sequence[KeySpace], hashes: Buffer, hash_bytes: int, hash_idx: NDArray[np.int32]
+) -> list[bytes]:
+    """Return the keys of each hash of ``hash_idx`` in every space, those of a hash together."""
+    prefixes = tuple([space.prefix for space in spaces])
+    return build_shard_keys(prefixes, hashes, hash_bytes, hash_idx)
 
 
 def reset_prefix(cache_prefix: str, model: str) -> bytes:

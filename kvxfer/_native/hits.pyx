@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The longest hit of one kind of cache group, over what is known of the store so far."""
 
-from libc.stdint cimport int64_t, uint8_t
+from libc.stdint cimport int32_t, int64_t, uint8_t
 
 UNKNOWN = 0
 ABSENT = 1
@@ -105,6 +105,89 @@ def find_mamba(
     with nogil:
         hit = _find_mamba(states, max_tokens, block_tokens, hash_tokens, align_tokens)
     return hit.tokens, hit.first_block, hit.num_blocks, hit.unknown_idx
+
+
+def count_unknown(const uint8_t[::1] states, const int32_t[::1] hash_idx):
+    """Return how many of the answers ``states[hash_idx]`` are UNKNOWN.
+
+    Raises IndexError for the first of ``hash_idx`` (n,) that lies outside ``states``.
+    """
+    cdef Py_ssize_t count
+    _check_inside(hash_idx, states.shape[0])
+    with nogil:
+        count = _count_unknown(states, hash_idx)
+    return count
+
+
+def note_answers(
+    uint8_t[::1] states, const int32_t[::1] hash_idx, const uint8_t[::1] answers
+):
+    """Set ``states[hash_idx[i]]`` to PRESENT where ``answers[i]`` is 1, to ABSENT elsewhere.
+
+    Raises IndexError for the first of ``hash_idx`` (n,) that lies outside ``states``, ValueError
+    for another number of ``answers``; nothing is written then.
+    """
+    if answers.shape[0] != hash_idx.shape[0]:
+        raise ValueError(f"{answers.shape[0]} answers for {hash_idx.shape[0]} chunks")
+    _check_inside(hash_idx, states.shape[0])
+    with nogil:
+        _note_answers(states, hash_idx, answers)
+
+
+def join_shards(const uint8_t[::1] flags, uint8_t[::1] whole):
+    """Set ``whole[i]`` to 1 where every flag of chunk i is 1, else to 0; return how many are.
+
+    ``whole`` (n,); ``flags`` (n * shards,), those of a chunk together. Raises ValueError where
+    they do not divide.
+    """
+    cdef Py_ssize_t num_chunks = whole.shape[0], num_shards = 0, count
+    if num_chunks:
+        num_shards = flags.shape[0] // num_chunks
+    if flags.shape[0] != num_chunks * num_shards:
+        raise ValueError(f"{flags.shape[0]} flags are no whole number for {num_chunks} chunks")
+    with nogil:
+        count = _join_shards(flags, num_shards, whole)
+    return count
+
+
+cdef int _check_inside(const int32_t[::1] hash_idx, Py_ssize_t bound) except -1:
+    """Raise IndexError unless every index lies in [0, bound)."""
+    cdef Py_ssize_t i
+    for i in range(hash_idx.shape[0]):
+        if hash_idx[i] < 0 or hash_idx[i] >= bound:
+            raise IndexError(f"hash_idx[{i}] is {hash_idx[i]}, there are {bound} answers")
+    return 0
+
+
+cdef Py_ssize_t _count_unknown(
+    const uint8_t[::1] states, const int32_t[::1] hash_idx
+) noexcept nogil:
+    cdef Py_ssize_t i, count = 0
+    for i in range(hash_idx.shape[0]):
+        count += states[hash_idx[i]] == _UNKNOWN
+    return count
+
+
+cdef void _note_answers(
+    uint8_t[::1] states, const int32_t[::1] hash_idx, const uint8_t[::1] answers
+) noexcept nogil:
+    cdef Py_ssize_t i
+    for i in range(hash_idx.shape[0]):
+        states[hash_idx[i]] = _PRESENT if answers[i] == 1 else _ABSENT
+
+
+cdef Py_ssize_t _join_shards(
+    const uint8_t[::1] flags, Py_ssize_t num_shards, uint8_t[::1] whole
+) noexcept nogil:
+    cdef Py_ssize_t i, shard, count = 0
+    cdef uint8_t every
+    for i in range(whole.shape[0]):
+        every = 1
+        for shard in range(num_shards):
+            every &= flags[i * num_shards + shard] == 1
+        whole[i] = every
+        count += every
+    return count
 
 
 cdef int _check(

@@ -13,7 +13,18 @@ def build_keys(bytes prefix, const uint8_t[::1] hashes, Py_ssize_t hash_bytes,
     ``hashes`` (n * hash_bytes,) uint8: hashes back to back. ``hash_idx`` (m,) int32, each in
     [0, n). Raises IndexError for the first index outside, ValueError for a torn buffer.
     """
-    cdef Py_ssize_t num_hashes, bad, i
+    return build_shard_keys((prefix,), hashes, hash_bytes, hash_idx)
+
+
+def build_shard_keys(tuple prefixes, const uint8_t[::1] hashes, Py_ssize_t hash_bytes,
+                     const int32_t[::1] hash_idx):
+    """Return ``prefix + hashes[i].hex()`` for every ``i``, for every prefix: a chunk's together.
+
+    Entry ``j * len(prefixes) + p`` is that of ``hash_idx[j]`` and ``prefixes[p]``. Arguments and
+    errors as for ``build_keys``.
+    """
+    cdef Py_ssize_t num_prefixes = len(prefixes), num_hashes, bad, i, shard
+    cdef bytes prefix, first
     if hash_bytes <= 0:
         raise ValueError(f"hash_bytes is {hash_bytes}, must be positive")
     if hashes.shape[0] % hash_bytes:
@@ -23,9 +34,15 @@ def build_keys(bytes prefix, const uint8_t[::1] hashes, Py_ssize_t hash_bytes,
         bad = _first_outside(hash_idx, num_hashes)
     if bad >= 0:
         raise IndexError(f"hash_idx[{bad}] is {hash_idx[bad]}, there are {num_hashes} hashes")
-    cdef list keys = [None] * hash_idx.shape[0]
+    cdef list keys = [None] * (hash_idx.shape[0] * num_prefixes)
     for i in range(hash_idx.shape[0]):
-        keys[i] = _key(prefix, &hashes[hash_idx[i] * hash_bytes], hash_bytes)
+        for shard in range(num_prefixes):
+            prefix = prefixes[shard]
+            if shard == 0:
+                first = _key(prefix, &hashes[hash_idx[i] * hash_bytes], hash_bytes)
+                keys[i * num_prefixes] = first
+            else:
+                keys[i * num_prefixes + shard] = _key_as(prefix, first, hash_bytes)
     return keys
 
 
@@ -73,6 +90,16 @@ cdef bytes _key(bytes prefix, const uint8_t *hash_ptr, Py_ssize_t hash_bytes):
     cdef char *out = PyBytes_AS_STRING(key)
     memcpy(out, PyBytes_AS_STRING(prefix), prefix_bytes)
     _write_hex(hash_ptr, hash_bytes, out + prefix_bytes)
+    return key
+
+
+cdef bytes _key_as(bytes prefix, bytes other, Py_ssize_t hash_bytes):
+    """Return the key of the hash that ends ``other``, after another prefix."""
+    cdef Py_ssize_t prefix_bytes = len(prefix), hex_bytes = 2 * hash_bytes
+    cdef bytes key = PyBytes_FromStringAndSize(NULL, prefix_bytes + hex_bytes)
+    cdef char *out = PyBytes_AS_STRING(key)
+    memcpy(out, PyBytes_AS_STRING(prefix), prefix_bytes)
+    memcpy(out + prefix_bytes, PyBytes_AS_STRING(other) + len(other) - hex_bytes, hex_bytes)
     return key
 
 

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvxfer._native.hits import ABSENT, PRESENT, UNKNOWN
+from kvxfer._native.hits import ABSENT, PRESENT, UNKNOWN, count_unknown, note_answers
 from kvxfer.hits.kinds import KindSearch
 
 ONE_CALL_CHUNKS = 512
@@ -22,8 +23,9 @@ class Answers:
     """The store's answers for one prompt: asked for once each, when a search needs them.
 
     Owns one row a merged group, (num_hashes,) uint8 of UNKNOWN, ABSENT, PRESENT by hash index, and
-    one a member where a merged group has several. A window that continues the last one of its group
-    is twice as long, so that a scan asks for at most twice what it reads, plus its first window.
+    one a member that is asked for where a merged group has several. A window that continues the
+    last one of its group is twice as long, so that a scan asks for at most twice what it reads,
+    plus its first window.
     """
 
     def __init__(
@@ -36,7 +38,7 @@ class Answers:
         self._exists = exists
         self._first_chunks = [search.first_window(boundary) for search in searches]
         self._last_windows: list[tuple[NDArray[np.int32], int] | None] = [None] * len(searches)
-        self._member_rows = _member_rows(searches, self.rows)
+        self._member_rows: dict[int, NDArray[np.uint8]] = {}
 
     def ask_all_if_few(self, max_tokens: Sequence[int]) -> None:
         """Ask for every candidate below each group's bound in one call, if they are few enough."""
@@ -45,7 +47,7 @@ class Answers:
             search.num_candidates(bound) * len(search.merged.members) for search, bound in bounds
         )
         if num_chunks <= ONE_CALL_CHUNKS:
-            self._ask([search.candidates(bound) for search, bound in bounds])
+            self._ask({i: search.candidates(bound) for i, (search, bound) in enumerate(bounds)})
 
     def ask_window(self, idx: int, unknown_idx: int, max_tokens: int) -> None:
         """Ask for the next window of merged group ``idx``, in which ``unknown_idx`` lies."""
@@ -60,47 +62,55 @@ class Answers:
 
     def ask(self, idx: int, hash_idx: NDArray[np.int32]) -> None:
         """Ask for those chunks of merged group ``idx`` that are not known yet."""
-        wanted = [np.empty(0, dtype=np.int32)] * len(self.rows)
-        wanted[idx] = hash_idx[self.rows[idx][hash_idx] == UNKNOWN]
-        self._ask(wanted)
+        row = self.rows[idx]
+        if count_unknown(row, hash_idx) < len(hash_idx):
+            hash_idx = hash_idx[row[hash_idx] == UNKNOWN]
+        self._ask({idx: hash_idx})
 
-    def member_row(self, group: int) -> NDArray[np.uint8]:
-        """Return the answers for one cache group, whatever it is merged with."""
+    def member_row(self, idx: int, group: int) -> NDArray[np.uint8]:
+        """Return the answers for one cache group of merged group ``idx``."""
+        if len(self._searches[idx].merged.members) == 1:
+            return self.rows[idx]
+        if group not in self._member_rows:
+            self._member_rows[group] = np.zeros_like(self.rows[idx])
         return self._member_rows[group]
 
-    def _ask(self, wanted: Sequence[NDArray[np.int32]]) -> None:
-        """Ask for ``wanted[i]`` of each merged group, for all members, in one call."""
+    def _ask(self, wanted: Mapping[int, NDArray[np.int32]]) -> None:
+        """Ask for ``wanted[idx]`` of each merged group, for all members, in one call."""
         question = [
             (group, hash_idx)
-            for search, hash_idx in zip(self._searches, wanted, strict=True)
-            for group in search.merged.members
+            for idx, hash_idx in wanted.items()
+            for group in self._searches[idx].merged.members
             if len(hash_idx)
         ]
         if not question:
             return
-        question.sort(key=lambda part: part[0])
+        question.sort(key=itemgetter(0))
         self.num_calls += 1
-        self.num_keys_asked += sum(len(hash_idx) for _, hash_idx in question)
+        self.num_keys_asked += sum([len(hash_idx) for _, hash_idx in question])
         answers = self._exists(question)
-        self._fill(question, answers)
-        for row, search, hash_idx in zip(self.rows, self._searches, wanted, strict=True):
-            members = search.merged.members
-            if len(members) > 1 and len(hash_idx):
-                row[hash_idx] = np.min([self._member_rows[g][hash_idx] for g in members], axis=0)
-
-    def _fill(
-        self,
-        question: list[tuple[int, NDArray[np.int32]]],
-        answers: Sequence[NDArray[np.uint8]],
-    ) -> None:
         if len(answers) != len(question):
             raise ValueError(f"exists gave {len(answers)} answers to {len(question)} questions")
-        for (group, hash_idx), answer in zip(question, answers, strict=True):
+        stored = {group: answer for (group, _), answer in zip(question, answers, strict=True)}
+        for idx, hash_idx in wanted.items():
+            if len(hash_idx):
+                self._note(idx, hash_idx, stored)
+
+    def _note(
+        self, idx: int, hash_idx: NDArray[np.int32], stored: Mapping[int, NDArray[np.uint8]]
+    ) -> None:
+        """Fill the rows of merged group ``idx`` and of its members, which ``stored`` speaks of."""
+        members = self._searches[idx].merged.members
+        for group in members:
+            answer = _flags(stored[group])
             if len(answer) != len(hash_idx):
                 raise ValueError(
                     f"exists gave {len(answer)} answers for {len(hash_idx)} chunks of group {group}"
                 )
-            self._member_rows[group][hash_idx] = _states(answer)
+            note_answers(self.member_row(idx, group), hash_idx, answer)
+        if len(members) > 1:
+            known = [self.member_row(idx, group)[hash_idx] for group in members]
+            self.rows[idx][hash_idx] = np.min(known, axis=0)
 
 
 def known_rows(
@@ -119,17 +129,12 @@ def known_rows(
 
 def _states(answer: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Return PRESENT where the answer is 1 and ABSENT elsewhere."""
-    stored: NDArray[np.uint8] = (np.asarray(answer) == 1).view(np.uint8)
-    return stored * np.uint8(PRESENT - ABSENT) + np.uint8(ABSENT)
+    return np.where(np.asarray(answer) == 1, np.uint8(PRESENT), np.uint8(ABSENT))
 
 
-def _member_rows(
-    searches: Sequence[KindSearch], rows: Sequence[NDArray[np.uint8]]
-) -> dict[int, NDArray[np.uint8]]:
-    """Return each cache group's row: the merged group's own where it is the only member."""
-    member_rows = {}
-    for search, row in zip(searches, rows, strict=True):
-        members = search.merged.members
-        for group in members:
-            member_rows[group] = row if len(members) == 1 else np.zeros_like(row)
-    return member_rows
+def _flags(answer: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return ``answer`` itself where it is bytes back to back, else 1 where it is 1."""
+    if isinstance(answer, np.ndarray) and answer.dtype == np.uint8 and answer.flags.c_contiguous:
+        return answer
+    is_there: NDArray[np.bool_] = np.asarray(answer) == 1
+    return is_there.view(np.uint8)

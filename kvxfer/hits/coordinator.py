@@ -261,7 +261,7 @@ class Coordinator:
         self, answers: Answers, idx: int, group: int, hit_tokens: int, stop: int
     ) -> int:
         """Return the first stored boundary from ``hit_tokens`` to the end of its block."""
-        row = answers.member_row(group)
+        row = answers.member_row(idx, group)
         first = hit_tokens // self.hash_tokens - 1
         span = np.arange(first, min(stop, len(row)), dtype=np.int32)
         if row[first] != PRESENT:

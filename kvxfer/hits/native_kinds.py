@@ -56,7 +56,8 @@ class _FullSearch(KindSearch):
         block = unknown_idx // self._scale
         if (unknown_idx + 1) % self._scale:  # inside the block after the last whole one
             return np.arange(block * self._scale, unknown_idx + 1, dtype=np.int32)
-        return self._block_ends(block, min(block + num_chunks, max_tokens // self.block_tokens))
+        stop = min(block + num_chunks, max_tokens // self.block_tokens)
+        return np.arange(unknown_idx, stop * self._scale, self._scale, dtype=np.int32)
 
 
 class _SlidingWindowSearch(KindSearch):

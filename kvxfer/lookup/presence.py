@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvxfer.keys import KeySpace
+from kvxfer._native.hits import join_shards
+from kvxfer.keys import KeySpace, shard_keys
 from kvxfer.lookup.hashes import PackedHashes
 from kvxfer.stores import Store
 from kvxfer.stores.flags import presence_flags
@@ -41,42 +42,50 @@ class StorePresence:
     def exists(self, queries: Sequence[Query]) -> list[NDArray[np.uint8]]:
         """Return one (n,) uint8 array per (group, (n,) hash indices): 1 where all shards are."""
         if self._is_short:
-            return self._ask([(group, idx, self._spaces[group]) for group, idx in queries])
+            return self._ask_all(queries)
         return [self._narrow(group, idx) for group, idx in queries]
 
     def _narrow(self, group: int, idx: NDArray[np.int32]) -> NDArray[np.uint8]:
         """Ask the first shard of every chunk, the others only of what it has, in bounded calls."""
+        whole = np.empty(len(idx), dtype=np.uint8)
         first, others = self._spaces[group][:1], self._spaces[group][1:]
-        answer = np.concatenate(
-            [self._ask([(group, part, first)])[0] for part in _parts(idx, MAX_KEYS_PER_CALL)]
-        )
-        if others:
-            left = np.flatnonzero(answer)
-            for part in _parts(left, max(1, MAX_KEYS_PER_CALL // len(others))):
-                answer[part] = self._ask([(group, idx[part], others)])[0]
-        return answer
+        num_there = 0
+        for part in _parts(len(idx), MAX_KEYS_PER_CALL):
+            num_there += join_shards(self._ask(first, idx[part]), whole[part])
+        if others and num_there:
+            there = np.flatnonzero(whole)
+            for part in _parts(num_there, max(1, MAX_KEYS_PER_CALL // len(others))):
+                chunks = there[part]
+                every = np.empty(len(chunks), dtype=np.uint8)
+                join_shards(self._ask(others, idx[chunks]), every)
+                whole[chunks] = every
+        return whole
 
-    def _ask(
-        self, questions: Sequence[tuple[int, NDArray[np.int32], Sequence[KeySpace]]]
-    ) -> list[NDArray[np.uint8]]:
-        """Ask for every key of every question in one call; no keys, no call."""
-        keys: list[bytes] = []
-        for _, idx, spaces in questions:
-            for space in spaces:
-                keys += space.keys(self._hashes.buffer, self._hashes.width, idx)
-        self.num_keys += len(keys)
-        present = presence_flags(self._store, keys)
-        answers: list[NDArray[np.uint8]] = []
-        start = 0
-        for _, idx, spaces in questions:
-            stop = start + len(idx) * len(spaces)
-            every = present[start:stop].reshape(len(spaces), len(idx))
-            answers.append(np.logical_and.reduce(every, axis=0).astype(np.uint8))
-            start = stop
+    def _ask(self, spaces: Sequence[KeySpace], idx: NDArray[np.int32]) -> NDArray[np.uint8]:
+        """Ask for every key of the chunks in one call, a chunk's keys together."""
+        return self._flags(self._keys(spaces, idx))
+
+    def _ask_all(self, queries: Sequence[Query]) -> list[NDArray[np.uint8]]:
+        """Ask for every key of every query in one call; no keys, no call."""
+        by_query = [self._keys(self._spaces[group], idx) for group, idx in queries]
+        flags = self._flags(list(chain.from_iterable(by_query)))
+        answers, start = [], 0
+        for (_, idx), keys in zip(queries, by_query, strict=True):
+            whole = np.empty(len(idx), dtype=np.uint8)
+            join_shards(flags[start : start + len(keys)], whole)
+            answers.append(whole)
+            start += len(keys)
         return answers
 
+    def _keys(self, spaces: Sequence[KeySpace], idx: NDArray[np.int32]) -> list[bytes]:
+        return shard_keys(spaces, self._hashes.buffer, self._hashes.width, idx)
 
-def _parts(array: NDArray[Any], size: int) -> Iterator[NDArray[Any]]:
-    """Yield ``array`` in parts of at most ``size``; an empty array as one empty part."""
-    for start in range(0, max(1, len(array)), size):
-        yield array[start : start + size]
+    def _flags(self, keys: list[bytes]) -> NDArray[np.uint8]:
+        self.num_keys += len(keys)
+        return presence_flags(self._store, keys)
+
+
+def _parts(length: int, size: int) -> Iterator[slice]:
+    """Yield slices of at most ``size`` that cover ``length``."""
+    for start in range(0, length, size):
+        yield slice(start, start + size)

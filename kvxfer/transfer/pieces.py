@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, compress, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.blocks import ITEM_DTYPE
-from kvxfer.keys import KeySpace
+from kvxfer.keys import KeySpace, shard_keys
 from kvxfer.transfer.specs import Chunks
 
 VALUE_ALIGN = 64
@@ -19,7 +20,10 @@ VALUE_ALIGN = 64
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Values ``start`` to ``stop`` of a job, and where each lies in the slot."""
+    """Values ``start`` to ``stop`` of a job, and where each lies in the slot.
+
+    ``offsets`` (stop - start,) int64 bytes from the slot's start.
+    """
 
     start: int
     stop: int
@@ -61,7 +65,7 @@ class Pieces:
         """Return the entries where ``chosen`` (n,) is True."""
         if chosen.all():
             return self
-        keys = [key for key, keep in zip(self.keys, chosen, strict=True) if keep]
+        keys = list(compress(self.keys, chosen.tolist()))
         return Pieces(
             keys=keys,
             sizes=self.sizes[chosen],
@@ -76,17 +80,16 @@ class Pieces:
         if len(padded) and int(padded.max()) > slot_bytes:
             raise ValueError(f"a value has {int(padded.max())} bytes, a staging slot {slot_bytes}")
         ends = np.cumsum(padded)
-        start = 0
-        while start < len(self):
-            base = int(ends[start] - padded[start])
-            stop = int(np.searchsorted(ends, base + slot_bytes, side="right"))
-            yield Batch(start, stop, ends[start:stop] - padded[start:stop] - base)
-            start = stop
+        bounds = _cut(ends, slot_bytes)
+        bases = np.repeat(np.append(0, ends)[bounds[:-1]], np.diff(bounds))
+        offsets = ends - padded - bases
+        for start, stop in pairwise(bounds):
+            yield Batch(start, stop, offsets[start:stop])
 
     def items(self, batch: Batch, slot_ptr: int) -> NDArray[np.void]:
         """Return the copy items of a batch (``blocks.ITEM_DTYPE``)."""
         items = np.empty(batch.stop - batch.start, dtype=ITEM_DTYPE)
-        items["value_ptr"] = batch.offsets.astype(np.uint64) + np.uint64(slot_ptr)
+        items["value_ptr"] = batch.offsets.view(np.uint64) + np.uint64(slot_ptr)
         items["block_id"] = self.block_ids[batch.rows]
         items["class_id"] = self.class_ids[batch.rows]
         return items
@@ -101,9 +104,8 @@ class Pieces:
 def _pieces_of_group(chunks: Chunks, spaces: Sequence[KeySpace], first_chunk: int) -> Pieces:
     num_chunks, num_spaces = len(chunks), len(spaces)
     every = np.arange(num_chunks, dtype=np.int32)
-    by_space = [space.keys(chunks.hashes, chunks.hash_bytes, every) for space in spaces]
     return Pieces(
-        keys=[key for keys in zip(*by_space, strict=True) for key in keys],
+        keys=shard_keys(spaces, chunks.hashes, chunks.hash_bytes, every),
         sizes=np.tile(np.array([s.value_bytes for s in spaces], dtype=np.int64), num_chunks),
         block_ids=np.repeat(chunks.block_ids, num_spaces),
         class_ids=np.tile(np.array([s.class_id for s in spaces], dtype=np.int32), num_chunks),
@@ -111,9 +113,22 @@ def _pieces_of_group(chunks: Chunks, spaces: Sequence[KeySpace], first_chunk: in
     )
 
 
+def _cut(ends: NDArray[np.int64], slot_bytes: int) -> list[int]:
+    """Return where batches of at most ``slot_bytes`` begin, and the end of the last.
+
+    ``ends`` (n,) int64: bytes up to the end of each value, none of which is above ``slot_bytes``.
+    """
+    bounds, base = [0], 0
+    while bounds[-1] < len(ends):
+        stop = int(ends.searchsorted(base + slot_bytes, side="right"))
+        base = int(ends[stop - 1])
+        bounds.append(stop)
+    return bounds
+
+
 def _concatenate(parts: Sequence[Pieces]) -> Pieces:
     return Pieces(
-        keys=[key for part in parts for key in part.keys],
+        keys=list(chain.from_iterable(part.keys for part in parts)),
         sizes=np.concatenate([np.zeros(0, np.int64), *(part.sizes for part in parts)]),
         block_ids=np.concatenate([np.zeros(0, np.int32), *(part.block_ids for part in parts)]),
         class_ids=np.concatenate([np.zeros(0, np.int32), *(part.class_ids for part in parts)]),

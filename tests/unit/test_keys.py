@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer import keys
-from kvxfer._native.keys import build_keys, pack_hashes
+from kvxfer._native.keys import build_keys, build_shard_keys, pack_hashes
 
 HASHES = [hashlib.sha256(bytes([i])).digest() for i in range(8)]
 PACKED = b"".join(HASHES)
@@ -46,6 +46,27 @@ def test_build_keys_refuses_a_torn_buffer(width):
 
 def test_build_keys_of_nothing_is_empty():
     assert build_keys(b"p", b"", 32, np.zeros(0, dtype=np.int32)) == []
+
+
+@given(
+    prefixes=st.lists(st.binary(max_size=9), max_size=4),
+    width=st.integers(1, 40),
+    picks=st.lists(st.integers(0, 7)),
+)
+def test_build_shard_keys_keeps_the_keys_of_a_hash_together(prefixes, width, picks):
+    packed = b"".join(one[:width].ljust(width, b".") for one in HASHES)
+    idx = np.array(picks, dtype=np.int32)
+    built = build_shard_keys(tuple(prefixes), packed, width, idx)
+    texts = [packed[i * width : (i + 1) * width].hex().encode() for i in picks]
+    assert built == [prefix + text for text in texts for prefix in prefixes]
+
+
+def test_shard_keys_are_those_of_each_space():
+    spaces = [keys.KeySpace(0, b"one/"), keys.KeySpace(0, b"another/")]
+    idx = np.array([5, 1], dtype=np.int32)
+    by_space = [space.keys(PACKED, 32, idx) for space in spaces]
+    expected = [key for of_hash in zip(*by_space, strict=True) for key in of_hash]
+    assert keys.shard_keys(spaces, PACKED, 32, idx) == expected
 
 
 @given(st.lists(st.integers(0, 7)))

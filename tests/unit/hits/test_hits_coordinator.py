@@ -60,6 +60,18 @@ def test_lookup_takes_any_nonzero_byte_but_one_as_absent():
     assert Coordinator([FA16], 16, 16).lookup(49, [b""] * 3, exists).hit_length == 16
 
 
+@pytest.mark.parametrize(
+    "make",
+    [lambda flags: flags == 1, lambda flags: np.repeat(flags, 2)[::2], np.ndarray.tolist],
+    ids=["bool", "strided", "list"],
+)
+def test_lookup_takes_answers_of_other_forms(make):
+    def exists(question):
+        return [make(np.array([1, 1, 0], np.uint8)) for _ in question]
+
+    assert Coordinator([FA16], 16, 16).lookup(49, [b""] * 3, exists).hit_length == 32
+
+
 def test_lookup_passes_on_what_exists_raises():
     def exists(question):
         raise OSError("no store")

@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The native scans: they stop at what they do not know, and refuse sizes that do not divide."""
+"""The native scans, which stop at what they do not know, and the answers that they read."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvxfer._native.hits import (
     ABSENT,
     PRESENT,
     UNKNOWN,
+    count_unknown,
     find_chunked_local,
     find_full,
     find_mamba,
     find_sliding_window,
+    join_shards,
+    note_answers,
 )
 
 STATES = {"?": UNKNOWN, "0": ABSENT, "1": PRESENT}
@@ -93,3 +98,58 @@ def test_scans_read_no_further_than_the_answers():
         arguments = (states("11"), 1 << 40, 16, 16, 16)
         tokens = find(*arguments, False)[0] if find is find_full else find(*arguments)[0]
         assert tokens == 32
+
+
+def indices(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+@pytest.mark.parametrize(
+    ("text", "idx", "count"), [("", (), 0), ("?01?", (0, 1, 2, 3), 2), ("?01?", (1, 3), 1)]
+)
+def test_count_unknown_reads_the_chosen_answers(text, idx, count):
+    assert count_unknown(states(text), indices(*idx)) == count
+
+
+def test_note_answers_takes_one_alone_for_present():
+    row = states("????1")
+    note_answers(row, indices(3, 0, 2), np.array([1, 0, 255], np.uint8))
+    assert row.tolist() == states("0?011").tolist()
+
+
+@pytest.mark.parametrize("bad", [-1, 4], ids=["negative", "past_the_end"])
+def test_answers_name_the_first_index_outside_and_write_nothing(bad):
+    row, idx = states("????"), indices(0, bad, 99)
+    with pytest.raises(IndexError, match=rf"hash_idx\[1\] is {bad}, there are 4 answers"):
+        count_unknown(row, idx)
+    with pytest.raises(IndexError, match=rf"hash_idx\[1\] is {bad}, there are 4 answers"):
+        note_answers(row, idx, np.ones(3, np.uint8))
+    assert not row.any()
+
+
+def test_note_answers_refuses_another_number_of_answers():
+    row = states("????")
+    with pytest.raises(ValueError, match="2 answers for 3 chunks"):
+        note_answers(row, indices(0, 1, 2), np.ones(2, np.uint8))
+    assert not row.any()
+
+
+@given(st.integers(0, 5).flatmap(lambda n: st.lists(st.binary(min_size=n, max_size=n))))
+def test_join_shards_wants_every_flag_of_a_chunk_to_be_one(chunks):
+    flags = np.frombuffer(b"".join(chunks), np.uint8)
+    whole = np.full(len(chunks), 7, np.uint8)
+    expected = [int(all(flag == 1 for flag in chunk)) for chunk in chunks]
+    assert join_shards(flags, whole) == sum(expected)
+    assert whole.tolist() == expected
+
+
+def test_join_shards_of_set_flags_is_whole():
+    whole = np.zeros(3, np.uint8)
+    assert join_shards(np.array([1, 1, 1, 0, 1, 1], np.uint8), whole) == 2
+    assert whole.tolist() == [1, 0, 1]
+
+
+@pytest.mark.parametrize(("num_flags", "num_chunks"), [(5, 2), (1, 0), (1, 2)])
+def test_join_shards_refuses_flags_that_do_not_divide(num_flags, num_chunks):
+    with pytest.raises(ValueError, match=f"{num_flags} flags are no whole number"):
+        join_shards(np.ones(num_flags, np.uint8), np.zeros(num_chunks, np.uint8))

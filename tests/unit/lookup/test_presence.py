@@ -100,6 +100,14 @@ def test_no_call_has_more_keys_than_the_bound():
     assert len(store.calls) > 8
 
 
+@pytest.mark.parametrize("num_hashes", [10, 4096], ids=["short", "long"])
+def test_a_flag_other_than_one_is_no_presence(num_hashes):
+    store = SetStore()
+    store.exists = lambda keys: bytearray([255]) * len(keys)
+    (answer,) = presence(store, {0: spaces(2)}, num_hashes).exists([(0, indices(1, 2))])
+    assert answer.tolist() == [0, 0]
+
+
 def test_nothing_to_ask_is_no_call():
     store = SetStore()
     (answer,) = presence(store, {0: spaces(2)}).exists([(0, indices())])
