@@ -11,6 +11,8 @@ every worker (``KVXferWorker``). Importing this module starts nothing and needs 
 
 from __future__ import annotations
 
+import copy
+import hashlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -53,6 +55,7 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         join_vllm_logging()
+        vllm_config = _with_own_engine_id(vllm_config)
         self._scheduler_side: KVXferScheduler | None = None
         self._worker_side: KVXferWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -83,6 +86,10 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
     def _scheduler(self) -> KVXferScheduler:
         assert self._scheduler_side is not None, "a scheduler call on the worker's connector"
         return self._scheduler_side
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """Forward; see ``KVXferScheduler``."""
+        self._scheduler.bind_kv_cache_manager(kv_cache_manager)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Forward; see ``KVXferScheduler``."""
@@ -204,3 +211,18 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Forward; see ``KVXferWorker``."""
         return self._worker.build_connector_worker_meta()
+
+
+def _with_own_engine_id(vllm_config: VllmConfig) -> VllmConfig:
+    """Return the configuration with an engine id that no other connector of the engine has.
+
+    The children of vLLM's MultiConnector share one id, yet each has a lookup channel of its own.
+    What tells them apart is what they store where; the same on all ranks and on both sides.
+    """
+    transfer = copy.copy(vllm_config.kv_transfer_config)
+    assert transfer is not None
+    settings = repr(sorted(transfer.kv_connector_extra_config.items()))
+    transfer.engine_id = f"{transfer.engine_id}/{hashlib.sha256(settings.encode()).hexdigest()}"
+    own = copy.copy(vllm_config)
+    own.kv_transfer_config = transfer
+    return own

@@ -247,7 +247,8 @@ class KVXferWorker:
         """Take what the scheduler side knows of all ranks; runs in the lookup thread."""
         told = KeySpacesPayload.decode(payload)
         self._coordinator = self._facts.coordinator(told.eagle_groups)
-        self._spaces.set_all_shards(told.key_prefixes)
+        if told.key_prefixes:  # else nobody knows more than this rank does
+            self._spaces.set_all_shards(told.key_prefixes)
 
     def reset(self, epoch: int, remove: bool, timeout_s: float) -> bool:
         """Drop saves ordered before ``epoch``; then, with ``remove``, remove the model's keys."""

@@ -30,15 +30,21 @@ class ChunkPlanner:
     """Turns token ranges into chunks, by the masks of ``hits.Coordinator``; scheduler side.
 
     Null blocks never become chunks. Tokens without a hash never do: callers ask for hashed
-    tokens only, and a hand-over beyond the hashes is left out.
+    tokens only, and a hand-over beyond the hashes is left out. Where ``generated`` is given, its
+    save masks count besides from the last boundary of the prompt on.
     """
 
-    def __init__(self, coordinator: Coordinator) -> None:
-        self._coordinator = coordinator
+    def __init__(self, coordinator: Coordinator, generated: Coordinator | None = None) -> None:
+        self._coordinator, self._generated = coordinator, generated
         self._hash_tokens = coordinator.hash_tokens
         self._block_tokens = [group.block_tokens for group in coordinator.groups]
         kinds = {group.kind for group in coordinator.groups if group.cacheable}
         self._all_full = kinds == {"full"}
+        self._cacheable = [
+            (idx, group.block_tokens, group.block_tokens // coordinator.hash_tokens)
+            for idx, group in enumerate(coordinator.groups)
+            if group.cacheable
+        ]
 
     def loads(
         self,
@@ -74,6 +80,8 @@ class ChunkPlanner:
 
         What vLLM's own prefix cache would retain; recurrent states are handed over instead.
         """
+        if self._all_full:
+            return self._every_chunk(request, tables, start, end)
         found = []
         for group, block_idx in enumerate(self._saved_blocks(start, end, request)):
             ends = (block_idx + 1) * self._block_tokens[group]
@@ -112,14 +120,34 @@ class ChunkPlanner:
             found.append(self._chunks(request, group, tables[group], block_idx, ends))
         return tuple(chunks for chunks in found if len(chunks))
 
+    def _every_chunk(
+        self, request: Hashed, tables: Tables, start: int, end: int
+    ) -> tuple[Chunks, ...]:
+        """Return all chunks of tokens [start, end): most steps complete one block of a request."""
+        found = []
+        for group, size, per_block in self._cacheable:
+            first, last = start // size, end // size
+            block_ids = tables[group][first:last]
+            if NULL_BLOCK_ID in block_ids or len(block_ids) < last - first:
+                block_idx = np.arange(first, last)
+                found.append(
+                    self._chunks(request, group, tables[group], block_idx, (block_idx + 1) * size)
+                )
+                continue
+            at = (first + 1) * per_block - 1
+            hashes = request.block_hashes[at : last * per_block : per_block]
+            ids = np.array(block_ids, dtype=np.int32)
+            found.append(Chunks(group, ids, b"".join(hashes), len(hashes[0])))
+        return tuple(filter(len, found))
+
     def _saved_blocks(self, start: int, end: int, request: Hashed) -> list[NDArray[np.int64]]:
         """Return the indices of the blocks to save, by group."""
-        if self._all_full:
-            return [
-                np.arange(start // size, end // size) if group.cacheable else np.arange(0)
-                for size, group in zip(self._block_tokens, self._coordinator.groups, strict=True)
-            ]
-        masks = self._coordinator.save_mask(end, start, request.num_prompt_tokens)
+        prompt = request.num_prompt_tokens
+        masks = self._coordinator.save_mask(end, start, prompt)
+        last_boundary = self._coordinator.align_lookup_length(prompt - 1)
+        if self._generated is not None and end > last_boundary:
+            more = self._generated.save_mask(end, max(start, last_boundary), prompt)
+            masks = [one | other for one, other in zip(masks, more, strict=True)]
         return [np.flatnonzero(mask) for mask in masks]
 
     def _chunks(

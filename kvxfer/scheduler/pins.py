@@ -59,6 +59,7 @@ class BlockPins:
 
     def note_free(self, ranks_by_job: Mapping[int, int]) -> None:
         """Count ranks that have packed; jobs without pins (loads) are passed over."""
+        released: list[int] = []
         for job_id, num_ranks in ranks_by_job.items():
             if job_id not in self._jobs:
                 continue
@@ -67,6 +68,8 @@ class BlockPins:
                 self._jobs[job_id] = (block_ids, remaining - num_ranks)
                 continue
             del self._jobs[job_id]
-            self.num_blocks -= len(block_ids)
             # Tails first, as vLLM frees: the shared start of a prefix is evicted last.
-            self._pool.free_blocks([self._pool.blocks[block] for block in reversed(block_ids)])
+            released += reversed(block_ids)
+        if released:
+            self.num_blocks -= len(released)
+            self._pool.free_blocks([self._pool.blocks[block] for block in released])

@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+NEVER = 1 << 62
+"""More tokens than a request ever has."""
+
+
 @dataclass(slots=True)
 class Offer:
     """A hit that was promised to vLLM: tokens ``local_tokens`` to ``hit_tokens`` can be loaded."""
@@ -38,6 +42,8 @@ class RequestState:
     request: Request
     saved_tokens: int = 0
     """Tokens from the start that are stored or ordered to be: saves go on from here."""
+    save_due_tokens: int = 0
+    """No save can be due before so many tokens are computed; 0: not known, to be looked at."""
     answer: Answer | None = None
     offer: Offer | None = None
     prefill_tokens: int = 0

@@ -5,17 +5,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import TYPE_CHECKING, overload
 
 from kvxfer.config import KVXferConfig, Role
 from kvxfer.scheduler.chunk_planner import ChunkPlanner, HandedBlock, Tables
 from kvxfer.scheduler.pins import BlockPins
-from kvxfer.scheduler.requests import RequestState
+from kvxfer.scheduler.requests import NEVER, RequestState
 from kvxfer.transfer.specs import Chunks, SaveSpec
 from kvxfer.vllm_specs import EngineFacts, prefill_checkpoint
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 
 
 class SaveOrders:
@@ -38,31 +41,38 @@ class SaveOrders:
         self._config, self._facts, self._planner = config, facts, planner
         self._pins, self._job_ids = pins, job_ids
         self._role = Role(facts.role)
+        self._saves_tails = facts.partial_hits and self._role.saves_prompts
+        self._manager: KVCacheManager | None = None
         self._ready: list[SaveSpec] = []
         self.epoch = 0
         """Resets so far; stamped on every order."""
         self.counts: Counter[str] = Counter()
 
+    def read_tables_from(self, manager: KVCacheManager) -> None:
+        """Read blocks from vLLM's manager: without, a table is copied whole for one new block."""
+        self._manager = manager
+
     def order(
         self, output: SchedulerOutput, requests: Mapping[str, RequestState]
     ) -> tuple[SaveSpec, ...]:
-        """Return the saves of a step; most requests have none."""
+        """Return the saves of a step; most requests have none.
+
+        A request costs a look at ``RequestState.save_due_tokens`` until it has computed so many.
+        """
         saves, self._ready = self._ready, []
         block_state = output.kv_connector_block_state
         if block_state is None or not (self._role.saves_prompts or self._config.save_decode_cache):
             return tuple(saves)
         handed = block_state.boundary_state_offloads
+        num_scheduled = output.num_scheduled_tokens
         for request_id, num_computed in _scheduled(output):
             state = requests.get(request_id)
-            if state is None or not state.may_save:
+            if state is None:
                 continue
-            start, end = self._saveable(state, num_computed)
-            tail = self._due_tail(state, num_computed, handed.get(request_id, ()))
-            if start < end or tail:
-                tables = block_state.get_block_ids(request_id)
-                if tables is not None:
-                    saves += self._order_save(state, tables, start, end)
-                    saves += self._order_tail(state, tables, tail, num_computed)
+            num_computed += num_scheduled[request_id]
+            if num_computed >= state.save_due_tokens or request_id in handed:
+                blocks = handed.get(request_id, ())
+                saves += self._order_due(state, num_computed, blocks, block_state)
         for request_id, blocks in handed.items():
             saves += self._order_handed(requests.get(request_id), blocks)
         return tuple(saves)
@@ -79,16 +89,58 @@ class SaveOrders:
         if any(tables):
             self._ready += self._order_tail(state, tables, boundary, num_computed)
 
+    def _order_due(
+        self,
+        state: RequestState,
+        num_computed: int,
+        handed: Sequence[HandedBlock],
+        block_state: KVConnectorBlockState,
+    ) -> list[SaveSpec]:
+        """Order what a request is worth saving of, and note when there will be more."""
+        if not state.may_save:
+            state.save_due_tokens = NEVER
+            return []
+        saves: list[SaveSpec] = []
+        start, end = self._saveable(state, num_computed)
+        tail = self._due_tail(state, num_computed, handed)
+        if start < end or tail:
+            tables = self._tables(state.request.request_id, block_state)
+            if tables is not None:
+                saves += self._order_save(state, tables, start, end)
+                saves += self._order_tail(state, tables, tail, num_computed)
+        state.save_due_tokens = self._next_due(state)
+        return saves
+
+    def _tables(self, request_id: str, block_state: KVConnectorBlockState) -> Tables | None:
+        if self._manager is None:
+            tables: Tables | None = block_state.get_block_ids(request_id)
+            return tables
+        return [BlockTable(blocks) for blocks in self._manager.get_blocks(request_id).blocks]
+
+    def _next_due(self, state: RequestState) -> int:
+        """Return how many tokens must be computed before there can be something to save."""
+        prompt = state.request.num_prompt_tokens
+        due = self._first_unsaved(state) + self._facts.block_tokens
+        if due > prompt and not self._config.save_decode_cache:
+            due = NEVER
+        if self._saves_tails and not state.tail_ordered:
+            due = min(due, prompt)
+        return due
+
+    def _first_unsaved(self, state: RequestState) -> int:
+        """Return where saving goes on, a multiple of the common block."""
+        start, block = state.saved_tokens, self._facts.block_tokens
+        if not self._role.saves_prompts:
+            start = max(start, state.request.num_prompt_tokens // block * block)
+        return start // block * block
+
     def _saveable(self, state: RequestState, num_computed: int) -> tuple[int, int]:
         """Return the tokens [start, end) to save: computed by this step, hashed, whole blocks."""
         request, block = state.request, self._facts.block_tokens
-        start = state.saved_tokens
-        if not self._role.saves_prompts:
-            start = max(start, request.num_prompt_tokens // block * block)
         limit = min(num_computed, len(request.block_hashes) * self._facts.hash_tokens)
         if not self._config.save_decode_cache:
             limit = min(limit, request.num_prompt_tokens)
-        return start // block * block, limit // block * block
+        return self._first_unsaved(state), limit // block * block
 
     def _order_save(
         self, state: RequestState, tables: Tables, start: int, end: int
@@ -97,14 +149,18 @@ class SaveOrders:
 
         What is left over is ordered by a later step of the request, or never.
         """
+        if end <= start:
+            return []
         block = self._facts.block_tokens
         chunks: tuple[Chunks, ...] = ()
+        num_free = self._pins.num_free
+        end = min(end, start + num_free * block)  # a group has a block there at least
         while end > start:
             chunks = self._planner.saves(state.request, tables, start, end)
             num_blocks = sum(map(len, chunks))
-            if num_blocks <= self._pins.num_free:
+            if num_blocks <= num_free:
                 break
-            end = start + (end - start) * self._pins.num_free // num_blocks // block * block
+            end = start + (end - start) * num_free // num_blocks // block * block
         if end <= start:
             self.counts["saves_put_off"] += 1
             return []
@@ -119,7 +175,7 @@ class SaveOrders:
         It is due on the step that first covers the prompt, and again when the core hands over the
         recurrent state at it.
         """
-        if not self._facts.partial_hits or not self._role.saves_prompts:
+        if not self._saves_tails:
             return 0
         prompt = state.request.num_prompt_tokens
         boundary = prefill_checkpoint(prompt, self._facts.hash_tokens, self._facts.use_eagle)
@@ -153,7 +209,7 @@ class SaveOrders:
 
     def _pinned(self, state: RequestState, chunks: tuple[Chunks, ...]) -> list[SaveSpec]:
         """Return a save of the chunks with their blocks pinned; none without room or chunks."""
-        block_ids = [int(block) for part in chunks for block in part.block_ids]
+        block_ids = [block for part in chunks for block in part.block_ids.tolist()]
         if not block_ids:
             return []
         if len(block_ids) > self._pins.num_free:
@@ -164,11 +220,30 @@ class SaveOrders:
         return [spec]
 
 
-def _scheduled(output: SchedulerOutput) -> Iterator[tuple[str, int]]:
-    """Yield every scheduled request with the tokens that are computed once the step is done."""
-    num_scheduled = output.num_scheduled_tokens
-    for new in output.scheduled_new_reqs:
-        yield new.req_id, new.num_computed_tokens + num_scheduled[new.req_id]
+class BlockTable(Sequence[int]):
+    """The block ids of vLLM's blocks of one group and request, read where they lie."""
+
+    __slots__ = ("_blocks",)
+
+    def __init__(self, blocks: Sequence[KVCacheBlock]) -> None:
+        self._blocks = blocks
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if isinstance(index, slice):
+            return [block.block_id for block in self._blocks[index]]
+        block_id: int = self._blocks[index].block_id
+        return block_id
+
+
+def _scheduled(output: SchedulerOutput) -> Iterable[tuple[str, int]]:
+    """Return every scheduled request with the tokens that were computed before the step."""
     cached = output.scheduled_cached_reqs
-    for request_id, num_computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
-        yield request_id, num_computed + num_scheduled[request_id]
+    new = [(each.req_id, each.num_computed_tokens) for each in output.scheduled_new_reqs]
+    return chain(new, zip(cached.req_ids, cached.num_computed_tokens, strict=True))

@@ -43,7 +43,7 @@ from kvxfer.vllm_specs import (
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -72,6 +72,10 @@ class Lookups(Protocol):
         """Return whether the server took them."""
         ...
 
+    def ping(self, timeout_s: float) -> bool:
+        """Return whether the server answers."""
+        ...
+
     def close(self) -> None:
         """Close the channel."""
         ...
@@ -96,11 +100,15 @@ class KVXferScheduler:
         self._config, self._facts, self._lookups, self._clock = config, facts, lookups, clock
         self._alignment = facts.align_tokens
         self._requests: dict[str, RequestState] = {}
-        self._planner = ChunkPlanner(facts.coordinator())
+        generated = facts.dense_coordinator() if config.save_decode_cache else None
+        self._planner = ChunkPlanner(facts.coordinator(), generated)
         self._loads: list[LoadSpec] = []
         self._job_ids = itertools.count()
         self._epochs = itertools.count(1)
-        self._endpoints: list[Endpoint] = []
+        self._endpoints = [
+            Endpoint.for_engine(facts.engine_id, facts.dp_rank, rank=rank)
+            for rank in range(facts.num_ranks)
+        ]
         self._pins: BlockPins | None = None
         self._saves: SaveOrders | None = None
         self.counts: Counter[str] = Counter()
@@ -123,6 +131,12 @@ class KVXferScheduler:
         self._saves = SaveOrders(
             self._config, self._facts, self._planner, self._pins, self._job_ids
         )
+
+    def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
+        """Take vLLM's manager: its pool, and its block tables, which saves then read in place."""
+        self.bind_gpu_block_pool(manager.block_pool)
+        assert self._saves is not None
+        self._saves.read_tables_from(manager)
 
     # Waiting requests
 
@@ -162,6 +176,7 @@ class KVXferScheduler:
         offer, state.offer = state.offer, None
         state.answer = None
         state.prefill_tokens = request.num_tokens
+        state.save_due_tokens = 0
         if offer is None or num_external_tokens <= 0:
             return
         hit_tokens = min(offer.hit_tokens, offer.local_tokens + num_external_tokens)
@@ -220,7 +235,7 @@ class KVXferScheduler:
             state = self._requests.get(request_id)
             if state is not None:
                 state.load_failed = True
-                state.saved_tokens = 0
+                state.saved_tokens = state.save_due_tokens = 0
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine must keep stepping for pins to be released."""
@@ -229,21 +244,22 @@ class KVXferScheduler:
     def set_handshakes(self, handshakes: Sequence[KVXferHandshake]) -> None:
         """Take what the ranks said of themselves, rank 0 first, and tell it what a hit needs.
 
-        Start-up waits here for the lookup server, so that the first request can hit already.
-        UnsupportedError for an embedded store whose ranks are on several hosts.
+        vLLM's MultiConnector hands on one child's handshakes to all of them: what other ranks
+        say than this connector's counts for nothing. Without its own, it goes by the endpoints
+        that every rank of this host takes; rank 0 derives what one pipeline stage needs, and of
+        several stages nothing can hit. Start-up waits here for the lookup server, so that the
+        first request can hit already. UnsupportedError for an embedded store whose ranks are on
+        several hosts.
         """
+        names = {endpoint.path.name for endpoint in self._endpoints}
+        handshakes = [each for each in handshakes if Path(each.endpoint).name in names]
         hosts = sorted({handshake.host for handshake in handshakes})
         if len(hosts) > 1 and self._config.store.startswith("lmdb:"):
             raise UnsupportedError(
                 f"the embedded store is shared by one host, the ranks are on {', '.join(hosts)}; "
                 'set "store" to a mooncake:// address'
             )
-        self._endpoints = [Endpoint(Path(handshake.endpoint)) for handshake in handshakes]
-        spaces = KeySpacesPayload(
-            key_prefixes=tuple(dict.fromkeys(p for h in handshakes for p in h.key_prefixes)),
-            eagle_groups=tuple(i for i, group in enumerate(self._facts.groups) if group.eagle),
-        )
-        if not self._lookups.send_key_spaces(spaces.encode(), CONNECT_TIMEOUT_S):
+        if not (self._tell_key_spaces(handshakes) if handshakes else self._go_without()):
             logger.error(
                 "the lookup server did not answer in %g s: lookups may all be misses. Restart the "
                 "engine on a less busy machine.",
@@ -275,6 +291,27 @@ class KVXferScheduler:
     def num_requests(self) -> int:
         """Requests that are remembered."""
         return len(self._requests)
+
+    # Start-up, in parts
+
+    def _tell_key_spaces(self, handshakes: Sequence[KVXferHandshake]) -> bool:
+        """Tell rank 0 of the others; whether it took that."""
+        self._endpoints = [Endpoint(Path(handshake.endpoint)) for handshake in handshakes]
+        spaces = KeySpacesPayload(
+            key_prefixes=tuple(dict.fromkeys(p for h in handshakes for p in h.key_prefixes)),
+            eagle_groups=tuple(i for i, group in enumerate(self._facts.groups) if group.eagle),
+        )
+        return self._lookups.send_key_spaces(spaces.encode(), CONNECT_TIMEOUT_S)
+
+    def _go_without(self) -> bool:
+        """Wait for rank 0 alone; whether it answered."""
+        if self._facts.pp_size > 1:
+            logger.error(
+                "vLLM handed on no handshake of this connector, so rank 0 does not know the keys "
+                "of the other pipeline stages: there will be no hits. In MultiConnector, list "
+                "KVXferConnector first, or set pipeline_parallel_size to 1."
+            )
+        return self._lookups.ping(CONNECT_TIMEOUT_S)
 
     # Lookups
 

@@ -64,6 +64,18 @@ class EngineFacts:
         """
         return len(self.groups) == 1 and self.groups[0].kind == "full"
 
+    def dense_coordinator(self) -> Coordinator | None:
+        """Return one whose save masks keep windows at every boundary; None where that is of no use.
+
+        By default vLLM's cache retains windows and states at the boundaries of prompts alone, so a
+        second turn never hits in what the first one generated. Windows can be kept all the same;
+        states cannot, they come from the core.
+        """
+        kinds = {group.kind for group in self.groups if group.cacheable}
+        if self.retention_tokens != 0 or "mamba" in kinds:
+            return None
+        return replace(self, retention_tokens=None).coordinator()
+
     def coordinator(self, eagle_groups: Collection[int] = ()) -> Coordinator:
         """Return the hit computation of this engine; ``eagle_groups`` are flagged besides."""
         groups = [

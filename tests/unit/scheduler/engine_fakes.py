@@ -62,6 +62,7 @@ class FakeLookups:
     asked: list = field(default_factory=list)
     discarded: list = field(default_factory=list)
     blocking: list = field(default_factory=list)
+    told: list = field(default_factory=list)
 
     def answer(self, request_id, *hits):
         self.script[request_id] = [
@@ -78,6 +79,10 @@ class FakeLookups:
         self.discarded.append(key)
 
     def send_key_spaces(self, payload, timeout_s):
+        self.told.append(payload)
+        return True
+
+    def ping(self, timeout_s):
         return True
 
     def close(self):

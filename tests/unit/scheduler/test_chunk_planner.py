@@ -141,3 +141,18 @@ def test_prompt_tail_of_an_eagle_group_covers_what_the_search_reads_past_a_hit()
         0: [(14, 4), (15, 5), (16, 6)]
     }
     assert plan.prompt_tail(request(125), tables, 96, 111) == ()
+
+
+def test_windows_of_generated_tokens_are_saved_where_asked_for():
+    """By itself vLLM keeps a window at the prompt's last boundary alone."""
+    groups = (FULL16, WINDOW16)
+    dense = Coordinator(groups, 16, 16)
+    sparse = Coordinator(groups, 16, 16, retention_tokens=0)
+    tables = [table(8, 10), table(8, 20)]
+    asked = request(128, prompt=70)
+    prompt = listed(ChunkPlanner(sparse, dense).saves(asked, tables, 0, 64))
+    assert prompt == listed(ChunkPlanner(sparse).saves(asked, tables, 0, 64))
+    assert prompt[1] == [(22, 2), (23, 3)]
+    generated = listed(ChunkPlanner(sparse, dense).saves(asked, tables, 64, 128))
+    assert generated[1] == [(24, 4), (25, 5), (26, 6), (27, 7)]
+    assert 1 not in listed(ChunkPlanner(sparse).saves(asked, tables, 64, 128))

@@ -1,4 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 
 pytest.importorskip("vllm")
@@ -15,6 +18,8 @@ from engine_fakes import (
 )
 
 from kvxfer.errors import UnsupportedError
+from kvxfer.lookup import Endpoint
+from kvxfer.lookup.key_spaces import KeySpacesPayload
 from kvxfer.messages import KVXferHandshake, KVXferWorkerMetadata
 from kvxfer.scheduler import KVXferScheduler
 
@@ -24,6 +29,12 @@ class Clock:
 
     def __call__(self):
         return self.now
+
+
+def handshake_of(rank, host, key_prefixes=()):
+    return KVXferHandshake(
+        str(Endpoint.for_engine("engine", rank=rank).path), host, tuple(key_prefixes)
+    )
 
 
 @pytest.fixture
@@ -179,9 +190,37 @@ def test_load_that_cannot_be_complete_is_ordered_as_such(make, lookups):
 
 
 def test_embedded_store_over_several_hosts_is_refused(make):
-    ranks = [KVXferHandshake("/tmp/a.sock", host, ()) for host in ("one", "two")]
+    ranks = [handshake_of(rank, host) for rank, host in enumerate(("one", "two"))]
     with pytest.raises(UnsupportedError, match="the ranks are on one, two"):
-        make().set_handshakes(ranks)
+        make(facts=make_facts(num_ranks=2)).set_handshakes(ranks)
+
+
+def test_handshake_of_another_connector_is_not_taken_for_its_own(make, lookups):
+    other = Endpoint.for_engine("another engine")
+    make().set_handshakes([KVXferHandshake(str(other.path), "host", ((0, b"other"),))])
+    assert lookups.told == []
+
+
+def test_handshakes_of_its_own_ranks_are_told_to_rank_0(make, lookups):
+    make().set_handshakes([handshake_of(0, "host", key_prefixes=((0, b"own"),))])
+    (payload,) = lookups.told
+    assert KeySpacesPayload.decode(payload).key_prefixes == ((0, b"own"),)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_pipeline_stages_without_handshakes_are_told_of_as_an_error(make, caplog, stages):
+    make(facts=replace(make_facts(num_ranks=stages), pp_size=stages)).set_handshakes([])
+    assert ("list KVXferConnector first" in caplog.text) == (stages > 1)
+
+
+def test_reset_without_handshakes_reaches_every_rank(make, monkeypatch):
+    reached = []
+    monkeypatch.setattr(
+        "kvxfer.scheduler.side.reset_ranks",
+        lambda endpoints, epoch, timeout_s: reached.extend(endpoints) or True,
+    )
+    make(facts=make_facts(num_ranks=2)).reset()
+    assert reached == [Endpoint.for_engine("engine", rank=rank) for rank in range(2)]
 
 
 def test_offer_that_another_connector_won_loads_nothing(make, lookups):
@@ -413,3 +452,67 @@ def test_reset_makes_saves_of_a_new_epoch_and_stops_those_of_living_requests(mak
         step(new=[("new", 0, 32)], tables={"new": [3, 4]})
     ).saves
     assert save.epoch == 1
+
+
+# When a request is looked at
+
+
+def test_tables_are_read_only_when_a_block_is_complete(make):
+    scheduler, request = make(save_decode_cache=True), FakeRequest("a", 40)
+    admit(scheduler, request, [1, 2, 3])
+    asked = []
+    for computed in range(38, 64):
+        request.num_tokens = computed + 1
+        output = step(cached=[("a", computed, 1)], tables={"a": [1, 2, 3, 4]})
+        resolve = output.kv_connector_block_state.get_block_ids
+        output.kv_connector_block_state.get_block_ids = lambda name, c=computed, r=resolve: (
+            asked.append(c) or r(name)
+        )
+        scheduler.build_connector_meta(output)
+    assert asked == [38, 47, 63]
+
+
+def test_turn_of_a_session_that_makes_the_prompt_longer_is_saved(make):
+    scheduler, request = make(), FakeRequest("a", 33)
+    admit(scheduler, request, [1, 2, 3])
+    first = scheduler.build_connector_meta(step(new=[("a", 0, 33)], tables={"a": [1, 2, 3]}))
+    assert num_saved(first) == 2
+    request.num_tokens = request.num_prompt_tokens = 64
+    admit(scheduler, request, [1, 2, 3, 4])
+    later = scheduler.build_connector_meta(step(new=[("a", 33, 31)], tables={"a": [1, 2, 3, 4]}))
+    assert num_saved(later) == 2
+
+
+def test_saves_go_on_once_there_is_room_for_pins(make):
+    scheduler, request = make(max_pinned_blocks=2), FakeRequest("a", 65)
+    admit(scheduler, request, [1, 2, 3, 4, 5])
+    tables = {"a": [1, 2, 3, 4, 5]}
+    first = scheduler.build_connector_meta(step(new=[("a", 0, 65)], tables=tables))
+    assert num_saved(first) == 2
+    assert scheduler.build_connector_meta(step(cached=[("a", 65, 1)], tables=tables)).saves == ()
+    packed = KVXferWorkerMetadata({first.saves[0].job_id: 1})
+    scheduler.update_connector_output(worker_output(packed))
+    later = scheduler.build_connector_meta(step(cached=[("a", 66, 1)], tables=tables))
+    assert num_saved(later) == 2
+
+
+def test_tables_of_vllms_manager_are_read_where_they_lie(make):
+    blocks = [SimpleNamespace(block_id=block) for block in (4, 9, 6)]
+    scheduler, request = make(), FakeRequest("a", 33)
+    manager = SimpleNamespace(
+        block_pool=FakePool(), get_blocks=lambda name: SimpleNamespace(blocks=(blocks,))
+    )
+    scheduler.bind_kv_cache_manager(manager)
+    admit(scheduler, request, [4, 9, 6])
+    (save,) = scheduler.build_connector_meta(step(new=[("a", 0, 33)])).saves
+    assert save.chunks[0].block_ids.tolist() == [4, 9]
+    assert manager.block_pool.pinned == {4, 9}
+
+
+def admit(scheduler, request, blocks):
+    scheduler.get_num_new_matched_tokens(request, 0)
+    scheduler.update_state_after_alloc(request, allocated(*blocks), 0)
+
+
+def num_saved(metadata):
+    return sum(len(chunks) for save in metadata.saves for chunks in save.chunks)

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler side adds to a step of 64 running requests, each 2,048 tokens long.
+
+Measured is all that vLLM calls in such a step: ``build_connector_meta`` and
+``update_connector_output``, with the reports on the saves of the step before. Requests, hashes,
+block tables and the block pool are vLLM's own.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+
+
+@pytest.fixture
+def steps():
+    pytest.importorskip("vllm")
+    import scheduler_steps
+
+    return scheduler_steps
+
+
+@pytest.mark.benchmark(group="scheduler.step")
+def bench_step_without_a_completed_block(benchmark, steps):
+    """Goal: 50 us."""
+    running = steps.Running()
+    running.grow(4)
+    running.note(running.step(running.output(4, steps.PROMPT + 4)))
+    metadata = benchmark(running.step, running.output(1, steps.PROMPT + 5))
+    assert metadata.saves == ()
+
+
+@pytest.mark.benchmark(group="scheduler.step")
+def bench_step_in_which_every_request_completes_a_block(benchmark, steps):
+    """Goal: 200 us."""
+    running = steps.Running()
+    state = SimpleNamespace(metadata=None, computed=steps.PROMPT)
+
+    def complete_a_block():
+        if state.metadata is not None:
+            running.note(state.metadata)
+        running.grow(steps.BLOCK)
+        state.computed += steps.BLOCK
+        return (running.output(1, state.computed),), {}
+
+    def step(output):
+        state.metadata = running.step(output)
+
+    benchmark.pedantic(step, setup=complete_a_block, rounds=steps.ROUNDS)
+    assert sum(len(save.chunks[0]) for save in state.metadata.saves) == steps.NUM_REQUESTS
+    assert running.side._pins.num_jobs == steps.NUM_REQUESTS, "those before have been released"
