@@ -16,14 +16,20 @@ VLLM_VERSION := 0.32.0
 NATIVE := $(wildcard kvxfer/_native/*.pyx kvxfer/_native/*.pxd csrc/*.h) setup.py
 # In this order: the quick ones first, then those that start engines; benchmarks last, since they load
 # rivals into the process.
-TESTS := $(wildcard tests/unit tests/property tests/contract tests/gpu tests/integration benchmarks)
+TESTS := $(wildcard tests/unit tests/property tests/contract tests/fuzz tests/gpu \
+    tests/faults tests/integration benchmarks)
 CORE_TESTS := $(wildcard tests/unit tests/property tests/contract)
 DEBUG_TESTS := $(wildcard tests/unit/blocks tests/unit/hits tests/unit/keys tests/unit/test_keys.py)
 DEBUG := build/debug
+SANITIZE := build/sanitize
+SANITIZE_TESTS := tests/sanitize tests/unit/blocks tests/unit/hits tests/unit/test_keys.py \
+    tests/property/test_block_copy.py tests/property/test_block_copy_runs.py tests/integration/test_stress.py
+FUZZ_SECONDS := 60
 FUZZ_EXAMPLES := 20000
 RATIOS := $(wildcard benchmarks/ratios_*.py)
 
-.PHONY: help preflight setup setup-core demo test test-core test-debug fuzz lint bench lock clean distclean
+.PHONY: help preflight setup setup-core demo test test-core test-debug test-sanitize run-sanitize fuzz fuzz-frames mutate \
+    lint bench lock clean distclean
 .NOTPARALLEL:
 
 help: ## list the targets
@@ -32,7 +38,7 @@ help: ## list the targets
 demo: setup ## save KV cache in one vLLM process, load it in another, show what it saved
 	$(ENV) $(BIN)/kvxfer demo $(DEMO_ARGS)
 
-test: setup test-debug ## run every test, real engines included, and every benchmark once
+test: setup test-debug test-sanitize ## run every test, real engines included, and every benchmark once
 	$(ENV) KVXFER_BENCH_SMOKE=1 KVXFER_REQUIRE_ALL=1 \
 	    $(BIN)/pytest --benchmark-disable --durations=15 $(TESTS) $(PYTEST_ARGS)
 
@@ -45,8 +51,27 @@ test-debug: setup-core ## test the native modules in a build with bounds checks
 	$(ENV) KVXFER_DEBUG=1 PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/$(DEBUG)/lib \
 	    $(BIN)/pytest --quiet -p no:cacheprovider $(DEBUG_TESTS)
 
+# nvcc, which test_blocks_header.py runs, crashes under the preloaded sanitizer.
+test-sanitize: setup-core ## test the native modules under gcc's sanitizers
+	@if sh scripts/sanitize.sh true; then $(MAKE) --no-print-directory run-sanitize; \
+	else echo "SKIPPED: tests under sanitizers; install gcc's libasan and libubsan"; [ -z "$$CI" ]; fi
+
+run-sanitize:
+	KVXFER_SANITIZE=1 $(BIN)/python setup.py --quiet build --build-base $(SANITIZE) \
+	    --build-temp $(SANITIZE)/temp --build-lib $(SANITIZE)/lib
+	$(ENV) sh scripts/sanitize.sh $(BIN)/pytest --quiet -p no:cacheprovider \
+	    --ignore tests/unit/blocks/test_blocks_header.py $(SANITIZE_TESTS)
+
 fuzz: setup ## compare hits and masks with vLLM's own, FUZZ_EXAMPLES=20000 of each
 	$(ENV) KVXFER_FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(BIN)/pytest --timeout 0 tests/property/test_hits_oracle.py
+
+fuzz-frames: setup-core ## fuzz what reads the lookup channel, for FUZZ_SECONDS=60
+	@mkdir -p build/fuzz
+	cd build/fuzz && PYTHONPATH=$(CURDIR) $(CURDIR)/$(BIN)/python \
+	    $(CURDIR)/tests/fuzz/fuzz_frames.py frames -max_total_time=$(FUZZ_SECONDS)
+
+mutate: setup ## break the mechanism of each promise, line by line, and see that a test fails
+	$(ENV) $(BIN)/python scripts/mutate.py
 
 lint: setup-core ## check style and types
 	$(BIN)/ruff check .
