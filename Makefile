@@ -25,11 +25,13 @@ SANITIZE := build/sanitize
 SANITIZE_TESTS := tests/sanitize tests/unit/blocks tests/unit/hits tests/unit/test_keys.py \
     tests/property/test_block_copy.py tests/property/test_block_copy_runs.py tests/integration/test_stress.py
 FUZZ_SECONDS := 60
+SOAK_MINUTES := 10
+KILL_ROUNDS := 50
 FUZZ_EXAMPLES := 20000
 RATIOS := $(wildcard benchmarks/ratios_*.py)
 
-.PHONY: help preflight setup setup-core demo test test-core test-debug test-sanitize run-sanitize fuzz fuzz-frames mutate \
-    lint bench lock clean distclean
+.PHONY: help preflight setup setup-core demo test test-core test-debug test-sanitize run-sanitize fuzz fuzz-frames \
+    soak kill-loop mutate lint bench lock clean distclean
 .NOTPARALLEL:
 
 help: ## list the targets
@@ -69,6 +71,13 @@ fuzz-frames: setup-core ## fuzz what reads the lookup channel, for FUZZ_SECONDS=
 	@mkdir -p build/fuzz
 	cd build/fuzz && PYTHONPATH=$(CURDIR) $(CURDIR)/$(BIN)/python \
 	    $(CURDIR)/tests/fuzz/fuzz_frames.py frames -max_total_time=$(FUZZ_SECONDS)
+
+soak: setup ## run engines over a faulty store, under random traffic, for SOAK_MINUTES=10
+	$(ENV) $(BIN)/python scripts/soak.py --minutes $(SOAK_MINUTES) --store lmdb
+	KVXFER_STRESS_SECONDS=60 $(BIN)/pytest --quiet tests/integration/test_stress.py
+
+kill-loop: setup ## kill processes in the middle of saves and loads, KILL_ROUNDS=50 times
+	$(ENV) $(BIN)/python scripts/kill_loop.py --rounds $(KILL_ROUNDS)
 
 mutate: setup ## break the mechanism of each promise, line by line, and see that a test fails
 	$(ENV) $(BIN)/python scripts/mutate.py

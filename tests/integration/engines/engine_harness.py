@@ -26,6 +26,8 @@ START_TIMEOUT_S = 240.0
 CALL_TIMEOUT_S = 120.0
 RESET_TIMEOUT_S = 30.0
 HERE = Path(__file__).parent
+FAULTS = HERE.parents[1] / "faults"
+PACKAGE = Path(kvxfer.__file__).parents[1]
 
 
 class EngineFailedError(AssertionError):
@@ -39,6 +41,9 @@ class EngineSettings:
     model: Path
     store: str | None = None
     extra: tuple[tuple[str, object], ...] = ()
+    connector: str = "tampered_connector"
+    """The module that has the connector: this one, or ``faulty_connector`` of the fault tests."""
+    failure_policy: str = "recompute"
     role: str = "kv_both"
     prefix_caching: bool = True
     max_batched_tokens: int = 1024
@@ -82,9 +87,9 @@ class EngineSettings:
         if self.store is not None:
             arguments["kv_transfer_config"] = {
                 "kv_connector": "KVXferConnector",
-                "kv_connector_module_path": "tampered_connector",
+                "kv_connector_module_path": self.connector,
                 "kv_role": self.role,
-                "kv_load_failure_policy": "recompute",
+                "kv_load_failure_policy": self.failure_policy,
                 "kv_connector_extra_config": {"store": self.store, **dict(self.extra)},
             }
         return arguments
@@ -96,6 +101,8 @@ class Output:
 
     tokens: list[int]
     logprobs: list[list[list[float]]]
+    finish: str = "length"
+    """Why vLLM ended it: ``length``, or ``error`` for a load that failed under policy fail."""
 
     def token_logprobs(self):
         """Return the logprob of each token of the output."""
@@ -123,9 +130,13 @@ class Engine:
         self._log = folder / "engine.log"
         self._tamper_file = folder / "tamper"
         self._tamper_file.write_text("")
+        self.faults_file = folder / "faults"
+        """What ``faulty_connector`` injects, as JSON; empty for nothing."""
+        self.faults_file.write_text("")
         environment = engine_environment(os.environ) | {
             "KVXFER_TEST_TAMPER_FILE": str(self._tamper_file),
-            "PYTHONPATH": os.pathsep.join([str(HERE), str(Path(kvxfer.__file__).parents[1])]),
+            "KVXFER_TEST_FAULTS_FILE": str(self.faults_file),
+            "PYTHONPATH": os.pathsep.join([str(HERE), str(FAULTS), str(PACKAGE)]),
         }
         environment.pop("VLLM_CPU_KVCACHE_SPACE")  # the argument in bytes counts
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(settings.core_process))
@@ -151,6 +162,11 @@ class Engine:
     def alive(self):
         return self._process.poll() is None
 
+    @property
+    def pid(self):
+        """The process, and its group."""
+        return self._process.pid
+
     def generate(self, prompts, max_tokens=8):
         """Compute prompts together, greedily."""
         reply = self._call("generate", prompts=prompts, max_tokens=max_tokens)
@@ -159,6 +175,15 @@ class Engine:
     def submit(self, prompt, max_tokens=8):
         """Queue a prompt and return its name; it moves with ``step_until_load_is_held``."""
         return self._call("submit", prompt=prompt, max_tokens=max_tokens)
+
+    def step_for(self, seconds):
+        """Step until submitted prompts are answered or the time is over; outputs by name."""
+        done = self._call("step_for", seconds=seconds)
+        return {name: Output(**output) for name, output in done.items()}
+
+    def counters(self):
+        """Return what vLLM has counted since the start (tokens, preemptions), by name."""
+        return self._call("counters")
 
     def step_until_load_is_held(self):
         """Step until a load waits in the store (tamper mode ``HOLD``)."""

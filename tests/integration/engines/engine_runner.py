@@ -45,7 +45,7 @@ class Runner:
 
     def generate(self, prompts, max_tokens):
         """Compute the prompts together; outputs in their order, and what the counters gained."""
-        before = self._counters()
+        before = self.counters()
         names = [self.submit(prompt, max_tokens) for prompt in prompts]
         done = {}
         while len(done) < len(names):
@@ -53,7 +53,7 @@ class Runner:
             done.update((output.request_id, output) for output in finished)
             if not finished:
                 time.sleep(PAUSE_S)
-        after = self._counters()
+        after = self.counters()
         gained = {name: after[name] - before[name] for name in after}
         return {"outputs": [_output(done[name]) for name in names], **gained}
 
@@ -63,6 +63,16 @@ class Runner:
         name = f"request-{self._num_requests}"
         self._engine.add_request(name, {"prompt_token_ids": prompt}, self._params(max_tokens))
         return name
+
+    def step_for(self, seconds):
+        """Step until requests have finished or the time is over; outputs by name."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            done = {o.request_id: _output(o) for o in self._engine.step() if o.finished}
+            if done:
+                return done
+            time.sleep(PAUSE_S)
+        return {}
 
     def step_until_exists(self, path, timeout_s):
         """Step until a file appears and return whether it did in time."""
@@ -95,7 +105,8 @@ class Runner:
         """End the engine; its connector's shutdown waits for the saves."""
         self._engine.engine_core.shutdown()
 
-    def _counters(self):
+    def counters(self):
+        """Return what vLLM has counted since the start, by name."""
         metrics = self._llm.get_metrics()
         return {
             name: sum(int(metric.value) for metric in metrics if metric.name == full_name)
@@ -119,9 +130,13 @@ def _output(request):
     completion = request.outputs[0]
     logprobs = [
         sorted([token, entry.logprob] for token, entry in place.items())
-        for place in completion.logprobs
+        for place in completion.logprobs or ()
     ]
-    return {"tokens": list(completion.token_ids), "logprobs": logprobs}
+    return {
+        "tokens": list(completion.token_ids),
+        "logprobs": logprobs,
+        "finish": completion.finish_reason,
+    }
 
 
 def main():
