@@ -35,7 +35,7 @@ RATIOS := $(wildcard benchmarks/ratios_*.py)
 .NOTPARALLEL:
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' Makefile | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' Makefile | expand -t 16
 
 demo: setup ## save KV cache in one vLLM process, load it in another, show what it saved
 	$(ENV) $(BIN)/kvxfer demo $(DEMO_ARGS)
