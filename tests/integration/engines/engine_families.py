@@ -49,6 +49,11 @@ class Family:
     exact_chunks: bool = True
     """Whether vLLM computes the same, bit by bit, whatever the chunks of a prefill. Where it does
     not, tests compare with vLLM's own local hit at the same boundary."""
+    few_blocks: int | None = None
+    """Blocks of a cache that is too small for six prompts of 129 tokens and 64 more each."""
+    keeps_generated: bool = True
+    """Whether a second turn can hit beyond the first prompt: recurrent states of generated tokens
+    are handed over only where vLLM retains them, at its ``prefix_cache_retention_interval``."""
 
 
 FAMILIES = {
@@ -67,7 +72,8 @@ FAMILIES = {
             "rope_theta": 1e6,
             "rope_local_base_freq": 10000.0,
             "tie_word_embeddings": True,
-        }
+        },
+        few_blocks=56,
     ),
     "all_sliding": Family(
         {
@@ -81,7 +87,8 @@ FAMILIES = {
             "hidden_act": "silu",
             "sliding_window": 64,
             "tie_word_embeddings": False,
-        }
+        },
+        few_blocks=20,
     ),
     "recurrent_and_full": Family(
         {
@@ -96,7 +103,42 @@ FAMILIES = {
             "hidden_act": "silu",
             "tie_word_embeddings": False,
         },
+        arguments=(("mamba_cache_mode", "align"), ("prefix_cache_retention_interval", 64)),
+        few_blocks=17,
+    ),
+    "recurrent_and_little_attention": Family(
+        {
+            **COMMON,
+            "architectures": ["NemotronHForCausalLM"],
+            "model_type": "nemotron_h",
+            "num_hidden_layers": 4,
+            "hybrid_override_pattern": "M*M-",
+            "layers_block_type": ["mamba", "attention", "mamba", "mlp"],
+            "head_dim": 32,
+            "attention_head_dim": 32,
+            "layer_norm_epsilon": 1e-5,
+            "rms_norm_eps": 1e-5,
+            "mlp_hidden_act": "relu2",
+            "mamba_hidden_act": "silu",
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 32,
+            "n_groups": 1,
+            "ssm_state_size": 16,
+            "conv_kernel": 4,
+            "expand": 2,
+            "chunk_size": 64,
+            "use_conv_bias": True,
+            "mamba_proj_bias": False,
+            "use_bias": False,
+            "mlp_bias": False,
+            "attention_bias": False,
+            "tie_word_embeddings": False,
+            "time_step_limit": [0.0, 1e9],
+            "residual_in_fp32": False,
+        },
         arguments=(("mamba_cache_mode", "align"),),
+        few_blocks=17,
+        keeps_generated=False,
     ),
     "hits_below_the_block": Family(
         {
@@ -132,6 +174,7 @@ FAMILIES = {
             ("dtype", "bfloat16"),
         ),
         exact_chunks=False,
+        keeps_generated=False,
     ),
     "convolution_and_full": Family(
         {
@@ -155,6 +198,7 @@ FAMILIES = {
         },
         arguments=(("mamba_cache_mode", "align"),),
         exact_chunks=False,
+        keeps_generated=False,
     ),
 }
 LATENT = Family(

@@ -2,6 +2,7 @@
 """Cold against warm for models with sliding windows, recurrent states and latent caches."""
 
 import pytest
+import tamper_modes
 from engine_checks import assert_loads_matter, compute_again
 from engine_families import FAMILIES, LATENT, write_family
 
@@ -21,7 +22,12 @@ def family_store(new_store):
 @pytest.fixture(scope="module")
 def family_settings(settings, family, family_store, tmp_path_factory):
     model = write_family(tmp_path_factory.mktemp("family"), family)
-    return settings.but(model=model, store=family_store.uri, besides=family.arguments)
+    return settings.but(
+        model=model,
+        store=family_store.uri,
+        besides=family.arguments,
+        extra=(("save_decode_cache", True),),
+    )
 
 
 @pytest.fixture
@@ -58,6 +64,49 @@ def test_second_turn_hits_what_the_first_one_stored(engine, family_store, prompt
     assert warm.external_hits >= 256
     assert [o.tokens for o in warm.outputs] == [o.tokens for o in local.outputs]
     assert_loads_matter(engine, [second], warm)
+
+
+def test_second_turn_hits_what_the_first_one_generated(engine, family, family_store, prompts):
+    """Blocks of generated tokens are saved too, and states as far as vLLM retains them."""
+    first, more = prompts.draw(200), prompts.draw(70)
+    answer = engine.generate([first], max_tokens=120).outputs[0].tokens
+    second = first + answer + more
+    local = engine.generate([second])
+    engine.reset_store()
+    assert engine.generate([first], max_tokens=120).outputs[0].tokens == answer
+    family_store.settle()
+    warm = compute_again(engine, [second])
+    assert warm.external_hits >= local.local_hits
+    assert (warm.external_hits > len(first)) == family.keeps_generated
+    if family.exact_chunks:  # after a local hit vLLM cuts the rest where the prompts part, too
+        assert [o.tokens for o in warm.outputs] == [o.tokens for o in local.outputs]
+    assert_loads_matter(engine, [second], warm)
+
+
+def test_preempted_requests_keep_their_outputs(
+    engine_pool, engine, family_settings, family, new_store, prompts
+):
+    """Six requests that outgrow a small cache together, then again from the store."""
+    if family.few_blocks is None:
+        pytest.skip("vLLM itself computes another result when it computes a chunk again")
+    batch = [prompts.draw(129) for _ in range(6)]
+    options = {"max_tokens": 160}
+    expected = engine.generate(batch, **options)
+    small_store = new_store()
+    small = engine_pool.get(
+        family_settings.but(store=small_store.uri, num_blocks=family.few_blocks)
+    )
+    cold = small.generate(batch, **options)
+    assert cold.preemptions > 0
+    small_store.settle()
+    warm = compute_again(small, batch, **options)
+    assert warm.external_hits > 0
+    for again in (cold, warm):
+        assert [o.tokens for o in again.outputs] == [o.tokens for o in expected.outputs]
+    with small.tamper(tamper_modes.CORRUPT):
+        damaged = compute_again(small, batch, **options)
+    small.reset_local_cache()
+    assert damaged.outputs != warm.outputs  # of some: not every prompt is loaded each time
 
 
 def test_chunked_prefill_saves_what_later_prompts_load(
