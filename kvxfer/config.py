@@ -49,7 +49,7 @@ class KVXferConfig:
     """
 
     store: str
-    """Where values live: ``lmdb:///folder?capacity=8GiB``. Default: the embedded store in its
+    """Where values live: ``lmdb:///folder?capacity=8GiB`` or ``mooncake://host:port``. Default: the embedded store in its
     default folder, or Mooncake where MOONCAKE_CONFIG_PATH is set."""
     cache_prefix: str = "default"
     """First part of every key; engines with different prefixes never meet."""

@@ -16,13 +16,23 @@ embedded backend:
         UseTable (lmdb_uses)    leases and last uses, shared by all processes, written without a
                                 transaction
 
+``mooncake`` is the distributed backend, over the Mooncake client:
+
+    MooncakeStore (mooncake)    arguments, counters: what callers see; settings in mooncake_options
+      Transfers                 gets and puts: bounded batches, in turns (mooncake_wire), each key
+        (mooncake_transfers)    once at a time (mooncake_flights), with back-off (mooncake_pressure)
+      Memory (mooncake_memory)  registered buffers, and the bounce buffer for all others
+      Link (mooncake_link)      whether the master answers; comes back by itself
+        Client                  one native client (mooncake_native imports and bounds it); its codes
+          (mooncake_client)     in words are mooncake_codes, its keys' names mooncake_names
+
 Callers are ``lookup`` (exists), ``transfer`` (get, put) and ``worker`` (open, remove, close). A
 store knows nothing of blocks or engines; ``keys`` gives the key bytes their meaning.
 """
 
 from __future__ import annotations
 
-from kvxfer.errors import ConfigError, UnsupportedError
+from kvxfer.errors import ConfigError
 from kvxfer.stores.base import Outcome, Store, StoreStats
 from kvxfer.stores.uri import parse_uri
 
@@ -32,9 +42,10 @@ __all__ = ["Outcome", "Store", "StoreStats", "open_store"]
 def open_store(uri: str) -> Store:
     """Open the store that ``uri`` names, e.g. ``lmdb:///var/cache/kvxfer?capacity=8GiB``.
 
-    ``lmdb://`` alone takes the default folder and a capacity that fits its disk. ``ConfigError``
-    for a malformed URI or an unknown option, ``UnsupportedError`` for a backend that this version
-    lacks, ``StoreError`` where the backend cannot be opened.
+    ``lmdb://`` alone takes the default folder and a capacity that fits its disk;
+    ``mooncake://host:port`` the pool of that master, ``mooncake://`` alone the one that
+    ``MOONCAKE_CONFIG_PATH`` describes. ``ConfigError`` for a malformed URI or an unknown option,
+    ``StoreError`` where the backend cannot be opened.
     """
     parsed = parse_uri(uri)
     if parsed.scheme == "lmdb":
@@ -42,10 +53,10 @@ def open_store(uri: str) -> Store:
 
         return LmdbStore.open(parsed)
     if parsed.scheme == "mooncake":
-        raise UnsupportedError(
-            f"store {uri!r}: this version has only the lmdb store; set "
-            '{"store": "lmdb:///path?capacity=8GiB"} in kv_connector_extra_config'
-        )
+        from kvxfer.stores.mooncake import MooncakeStore  # noqa: PLC0415  # nor Mooncake
+
+        return MooncakeStore.open(parsed)
     raise ConfigError(
-        f"store {uri!r} has scheme {parsed.scheme!r}; write lmdb:///path?capacity=8GiB"
+        f"store {uri!r} has scheme {parsed.scheme!r}; write lmdb:///path?capacity=8GiB or "
+        "mooncake://host:port?protocol=tcp"
     )

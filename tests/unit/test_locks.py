@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
-LOCKS = ["dev", "torch-cpu", "vllm-cpu"]
+LOCKS = ["dev", "mooncake", "torch-cpu", "vllm-cpu"]
 EXACT = re.compile(r'[a-z0-9-]+==[^\s;*]+(; (python_version|platform_machine) [<>=]+ "[\w.]+")?')
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvxfer.errors import ConfigError, KvxferError, UnsupportedError
+from kvxfer.errors import ConfigError, KvxferError, StoreError
 from kvxfer.stores import open_store
 from kvxfer.stores.lmdb import LmdbStore
 from kvxfer.stores.uri import check_options, parse_seconds, parse_size, parse_uri
@@ -89,7 +89,7 @@ def test_open_store_without_a_path_takes_the_default_folder(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("uri", "error", "message"),
     [
-        ("mooncake://host:1", UnsupportedError, r"only the lmdb store; set .*lmdb:///path"),
+        ("mooncake://127.0.0.1:1?hostname=x", StoreError, "mooncake_master --rpc_port=1"),
         ("redis://host", ConfigError, "scheme 'redis'"),
         ("lmdb://tmp/x", ConfigError, "names host 'tmp'.*lmdb:///tmp/x"),
         ("lmdb:///x?capacity=100", ConfigError, "at least 1048576"),

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks of many layers through a real Mooncake pool: packed by kvxfer, or as scatter lists.
+
+Each side has a pool of its own (master and segment owner are processes, TCP on loopback), since
+what one side overflows fails the other. The blocks lie in a KV cache of ``num_layers`` parts, as
+an engine's do; kvxfer's side copies them into its staging and out of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import mmap
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvxfer.stores import Store, open_store
+from kvxfer.stores.mooncake_client import Client
+from kvxfer.stores.mooncake_memory import Buffer
+from kvxfer.stores.mooncake_native import bound_client
+from kvxfer.stores.mooncake_options import MooncakeOptions
+from kvxfer.stores.uri import parse_uri
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+from mooncake_servers import MIB, require_client, servers
+
+IMPLS = ["kvxfer", "scatter"]
+TIMEOUT_S = 10
+
+
+class Blocks:
+    """A KV cache of ``num_layers`` regions of ``num_blocks`` segments, and staging for all of it.
+
+    ``cache`` (layers, blocks, segment_bytes) uint8; a value is one block of every layer.
+    """
+
+    def __init__(self, num_layers: int, num_blocks: int, segment_bytes: int) -> None:
+        self.shape = (num_layers, num_blocks, segment_bytes)
+        self.value_bytes = num_layers * segment_bytes
+        self.total_bytes = num_blocks * self.value_bytes
+        self.cache_view = memoryview(mmap.mmap(-1, self.total_bytes))
+        self.cache = np.frombuffer(self.cache_view, np.uint8).reshape(self.shape)
+        self.content = np.random.default_rng(0).integers(0, 256, self.shape, np.uint8)
+
+    def fill(self) -> None:
+        self.cache[:] = self.content
+
+    def is_whole(self) -> bool:
+        return bool((self.cache == self.content).all())
+
+
+class Packed:
+    """kvxfer's store, one segment per value: ``pack`` before a put, ``unpack`` after a get."""
+
+    def __init__(self, store: Store, blocks: Blocks) -> None:
+        self.store, self.blocks = store, blocks
+        view = memoryview(mmap.mmap(-1, blocks.total_bytes))
+        num_layers, num_blocks, segment_bytes = blocks.shape
+        staging = np.frombuffer(view, np.uint8).reshape(num_blocks, num_layers, segment_bytes)
+        self._packed = staging.transpose(1, 0, 2)
+        size = blocks.value_bytes
+        self._views = [view[at : at + size] for at in range(0, blocks.total_bytes, size)]
+        store.register(view)
+
+    def pack(self) -> None:
+        np.copyto(self._packed, self.blocks.cache)
+
+    def unpack(self) -> None:
+        np.copyto(self.blocks.cache, self._packed)
+
+    def put(self, names: list[str]) -> int:
+        """Return how many values failed."""
+        outcomes = self.store.put_from([name.encode() for name in names], self._views)
+        return sum(not outcome.stored for outcome in outcomes)
+
+    def get(self, names: list[str]) -> int:
+        outcomes = self.store.get_into([name.encode() for name in names], self._views)
+        return sum(outcome.name != "OK" for outcome in outcomes)
+
+    def count_present(self, names: list[str]) -> int:
+        return sum(self.store.exists([name.encode() for name in names]))
+
+    def remove(self, names: list[str]) -> None:
+        self.store.remove([name.encode() for name in names])
+
+    def close(self) -> None:
+        self.store.close()
+
+
+class Scatter:
+    """The in-tree connector's calls: a list of addresses per value, a segment per layer."""
+
+    def __init__(self, native: Any, config: Any, blocks: Blocks) -> None:
+        self._native, self._config, self.blocks = native, config, blocks
+        buffer = Buffer.of(blocks.cache_view)
+        assert native.register_buffer(buffer.ptr, buffer.num_bytes) == 0
+        num_layers, num_blocks, segment_bytes = blocks.shape
+        strides = [layer * num_blocks for layer in range(num_layers)]
+        self._ptrs = [
+            [buffer.ptr + (stride + block) * segment_bytes for stride in strides]
+            for block in range(num_blocks)
+        ]
+        self._sizes = [[segment_bytes] * num_layers] * num_blocks
+
+    def pack(self) -> None:
+        """Nothing: the transport gathers."""
+
+    def unpack(self) -> None:
+        """Nothing: the transport scatters."""
+
+    def put(self, names: list[str]) -> int:
+        assert not any(self._native.batch_is_exist(names))  # which that connector asks as well
+        codes = self._native.batch_put_from_multi_buffers(
+            names, self._ptrs, self._sizes, self._config
+        )
+        return sum(code != 0 for code in codes)
+
+    def get(self, names: list[str]) -> int:
+        codes = self._native.batch_get_into_multi_buffers(names, self._ptrs, self._sizes)
+        return sum(code != self.blocks.value_bytes for code in codes)
+
+    def count_present(self, names: list[str]) -> int:
+        return sum(self._native.batch_is_exist(names))
+
+    def remove(self, names: list[str]) -> None:
+        self._native.batch_remove(names, True)
+
+    def close(self) -> None:
+        self._native.close()
+
+
+@contextlib.contextmanager
+def open_side(impl: str, blocks: Blocks) -> Iterator[Packed | Scatter]:
+    """Yield a side with a pool that holds its blocks four times."""
+    bound_client(TIMEOUT_S)  # before a test's shorter bounds: the rival has the same
+    require_client()
+    with tempfile.TemporaryDirectory() as folder:
+        size = 4 * blocks.total_bytes + 64 * MIB
+        with servers(Path(folder), size, lease_ms=10_000) as pool:
+            side = _open(impl, pool.master.uri(timeout_s=TIMEOUT_S), blocks)
+            try:
+                yield side
+            finally:
+                side.close()
+
+
+def _open(impl: str, uri: str, blocks: Blocks) -> Packed | Scatter:
+    if impl == "kvxfer":
+        return Packed(open_store(uri), blocks)
+    client = Client.connect(MooncakeOptions.from_uri(parse_uri(uri)))
+    return Scatter(client._native, client._replication.config([]), blocks)
+
+
+_numbers = itertools.count()
+
+
+def new_names(num_blocks: int) -> list[str]:
+    """Return names that no call had before."""
+    call = next(_numbers)
+    return [f"kvx1/bench/{os.getpid()}/{call}/{block:06d}" for block in range(num_blocks)]

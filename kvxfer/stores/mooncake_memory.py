@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory that the Mooncake client may read and write: registered buffers, and a bounce buffer."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import ctypes
+import mmap
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from kvxfer.errors import StoreError
+from kvxfer.stores.mooncake_codes import name_of
+
+NUM_SLOTS = 4
+"""Calls that bounce at once; more wait for a slot."""
+SLOT_BYTES = 4 << 20
+
+
+class Registrar(Protocol):
+    """The part of a client that registers memory; both return a code, 0 for done."""
+
+    def register(self, ptr: int, num_bytes: int) -> int: ...  # noqa: D102
+    def unregister(self, ptr: int) -> int: ...  # noqa: D102
+
+
+class Buffer(NamedTuple):
+    """Bytes at an address, kept alive by ``owner``."""
+
+    ptr: int
+    num_bytes: int
+    owner: object
+
+    @classmethod
+    def of(cls, view: memoryview) -> Buffer:
+        """Return where a one-dimensional byte view lies, writable or not."""
+        if view.readonly or not view.nbytes:
+            ptr = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+        else:  # an eighth of the time, for writable views only
+            ptr = ctypes.addressof(ctypes.c_char.from_buffer(view))
+        return cls(ptr, view.nbytes, view)
+
+
+class Memory:
+    """What is registered with the client, by address; survives the client, for its successor.
+
+    Buffers stay registered, and alive, until ``close``. A target or source outside of them goes
+    through a slot of a bounce buffer that is made and registered when it is first needed, 16 MiB
+    in 4 slots; one that no slot holds gets memory of its own for the time of its call.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._regions: list[Buffer] = []  # sorted by address; guarded by _lock
+        self._client: Registrar | None = None  # guarded by _lock
+        self._slots: queue.SimpleQueue[Buffer] | None = None  # guarded by _lock
+
+    def attach(self, client: Registrar) -> None:
+        """Register everything with a new client; ``StoreError`` where it refuses."""
+        with self._lock:
+            self._client = client
+            for region in self._regions:
+                _register(client, region)
+
+    def register(self, view: memoryview) -> None:
+        """Register a buffer, once; ``StoreError`` where the client refuses or it overlaps."""
+        region = Buffer.of(view)
+        if not region.num_bytes or not any(self.outside([region])):
+            return
+        with self._lock:
+            self._add(region)
+
+    def outside(self, buffers: Sequence[Buffer]) -> list[bool]:
+        """Return (n,) whether a buffer does not lie in one registered region."""
+        with self._lock:
+            starts = [region.ptr for region in self._regions]
+            stops = [region.ptr + region.num_bytes for region in self._regions]
+        outside = []
+        for ptr, num_bytes, _ in buffers:
+            at = bisect.bisect_right(starts, ptr) - 1
+            outside.append(at < 0 or ptr + num_bytes > stops[at])
+        return outside
+
+    @contextlib.contextmanager
+    def borrow(self, num_bytes: int) -> Iterator[Buffer]:
+        """Yield ``num_bytes`` or more of registered memory; waits while all slots are in use."""
+        if num_bytes > SLOT_BYTES:
+            with self._borrow_large(num_bytes) as buffer:
+                yield buffer
+            return
+        slots = self._bounce_slots()
+        slot = slots.get()
+        try:
+            yield slot
+        finally:
+            slots.put(slot)
+
+    def close(self) -> None:
+        """Let go of all buffers; the client that knew them is closed."""
+        with self._lock:
+            self._client = None
+            self._regions.clear()
+
+    @contextlib.contextmanager
+    def _borrow_large(self, num_bytes: int) -> Iterator[Buffer]:
+        buffer = Buffer.of(memoryview(mmap.mmap(-1, num_bytes)))
+        with self._lock:
+            client = self._client
+            if client is None:
+                raise StoreError("the store is closed")
+            _register(client, buffer)
+        try:
+            yield buffer
+        finally:
+            client.unregister(buffer.ptr)
+
+    def _bounce_slots(self) -> queue.SimpleQueue[Buffer]:
+        with self._lock:
+            if self._slots is None:
+                view = memoryview(mmap.mmap(-1, NUM_SLOTS * SLOT_BYTES))
+                self._add(Buffer.of(view))
+                self._slots = queue.SimpleQueue()
+                for at in range(0, NUM_SLOTS * SLOT_BYTES, SLOT_BYTES):
+                    self._slots.put(Buffer.of(view[at : at + SLOT_BYTES]))
+            return self._slots
+
+    def _add(self, region: Buffer) -> None:
+        """Register a region with the client and remember it; holds the lock."""
+        if self._client is not None:
+            _register(self._client, region)
+        bisect.insort(self._regions, region, key=_ptr)
+
+
+def _register(client: Registrar, region: Buffer) -> None:
+    code = client.register(region.ptr, region.num_bytes)
+    if code != 0:
+        raise StoreError(
+            f"Mooncake did not register a buffer of {region.num_bytes} bytes at {region.ptr:#x}: "
+            f"{name_of(code)} ({code}); it may overlap one that is registered, or locked memory "
+            "may be limited (ulimit -l)"
+        )
+
+
+def _ptr(region: Buffer) -> int:
+    return region.ptr

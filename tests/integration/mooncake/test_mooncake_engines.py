@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM engines, each a process of its own, on one Mooncake master: a producer and a consumer.
+
+The tests run in this order on the same two engines. Every warm output is the cold one's, and a
+control shows that a damaged load would change it.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
+
+from engine_checks import WatchedStore, assert_loads_matter, compute_again, compute_cold
+from engine_harness import EnginePool, EngineSettings
+from engine_models import BLOCK_TOKENS, Prompts, write_tiny_llama
+from mooncake_servers import MIB, require_client, servers, wait_until
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+NUM_BLOCKS = 8
+GENERATE_S = 30
+
+
+class Site:
+    """A pool, an engine that saves into it, one that only loads, and prompts for them."""
+
+    def __init__(self, folder, pool):
+        self.pool = pool
+        self.store = WatchedStore(pool.master.uri())
+        uri = pool.master.uri(buffer="8MiB", segment=0)
+        settings = EngineSettings(model=write_tiny_llama(folder / "model"), store=uri)
+        self.engines = EnginePool(folder)
+        self.producer = self.engines.get(settings.but(role="kv_producer"))
+        self.consumer = self.engines.get(settings.but(role="kv_consumer"))
+        self._prompts = Prompts(5)
+
+    def draw(self):
+        return [self._prompts.draw(NUM_BLOCKS // 2 * BLOCK_TOKENS + 1) for _ in range(2)]
+
+    def close(self):
+        self.engines.kill_all()
+        self.store.close()
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    require_client()
+    folder = tmp_path_factory.mktemp("mooncake-engines")
+    with servers(folder, 128 * MIB, lease_ms=5000) as pool:
+        site = Site(folder, pool)
+        yield site
+        site.close()
+
+
+def test_a_consumer_loads_what_a_producer_saved(site):
+    batch = site.draw()
+    cold = compute_cold(site.producer, site.store, batch)
+    warm = site.consumer.generate(batch)
+    assert warm.external_hits == NUM_BLOCKS * BLOCK_TOKENS
+    assert warm.outputs == cold.outputs
+    assert_loads_matter(site.consumer, batch, cold)
+
+
+def test_engines_go_on_without_a_master_and_share_again_when_it_is_back(site):
+    batch = site.draw()
+    compute_cold(site.producer, site.store, batch)
+    site.pool.master.kill()
+    began = time.monotonic()
+    without = site.consumer.generate(batch)
+    assert without.external_hits == 0
+    assert site.producer.generate(site.draw()).external_hits == 0
+    assert time.monotonic() - began < GENERATE_S
+    site.pool.master.start()
+
+    def shared():
+        """Save a new prompt in one engine and look whether the other one loads it."""
+        fresh = site.draw()
+        cold = site.producer.generate(fresh)
+        site.store.settle()
+        warm = site.consumer.generate(fresh)
+        assert warm.outputs == cold.outputs
+        return warm.external_hits == NUM_BLOCKS * BLOCK_TOKENS
+
+    wait_until(shared, 60)
+    assert compute_again(site.consumer, batch).outputs == without.outputs
+
+
+def test_values_outlive_a_killed_producer_but_not_the_owner_of_their_segment(site):
+    batch = site.draw()
+    cold = compute_cold(site.producer, site.store, batch)
+    site.producer.kill()
+    warm = site.consumer.generate(batch)
+    assert warm.external_hits == NUM_BLOCKS * BLOCK_TOKENS
+    assert warm.outputs == cold.outputs
+    site.pool.owners[0].kill()
+    began = time.monotonic()
+    recomputed = compute_again(site.consumer, batch)  # the master still says that they are there
+    assert time.monotonic() - began < GENERATE_S
+    assert recomputed.outputs == cold.outputs
+    wait_until(lambda: compute_again(site.consumer, batch).external_hits == 0, 60)

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The start-up check's verdicts that no real server gives at will."""
+
+from __future__ import annotations
+
+import pytest
+from mooncake_fakes import FakeNative, fake_module
+
+from kvxfer.errors import StoreError
+from kvxfer.stores.mooncake_check import PROBE_BYTES, check_round_trip
+from kvxfer.stores.mooncake_client import Client
+from kvxfer.stores.mooncake_memory import Memory
+from kvxfer.stores.mooncake_metrics import Occupancy
+from kvxfer.stores.mooncake_native import Replication
+from kvxfer.stores.mooncake_options import MooncakeOptions
+
+OPTIONS = MooncakeOptions("m:1")
+
+
+@pytest.fixture
+def native(monkeypatch):
+    monkeypatch.setattr("kvxfer.stores.mooncake_check.ROOM_PAUSE_S", 0.0)
+    return FakeNative()
+
+
+def check(native, occupancy=None):
+    client = Client(native, Replication.probe(fake_module(native), OPTIONS))
+    memory = Memory()
+    memory.attach(client)
+    check_round_trip(client, memory, OPTIONS, occupancy)
+
+
+def test_check_leaves_nothing_behind(native):
+    check(native)
+    ((_, _, sizes),) = native.calls["get"]
+    assert sizes == [[PROBE_BYTES]]
+    assert native.values == {}
+
+
+def test_check_of_a_pool_that_makes_room_asks_again(native):
+    answers = [[-200], [-200], ...]
+    native.scripts["put"] = lambda *_: answers.pop(0)
+    check(native)
+    assert len(native.calls["get"]) == 1
+
+
+@pytest.mark.parametrize("occupancy", [None, Occupancy(9, 100, 100)], ids=["unknown", "full"])
+def test_check_of_a_full_pool_warns(native, caplog, occupancy):
+    native.scripts["put"] = lambda *_: [-200]
+    check(native, occupancy)
+    assert "takes no value now" in caplog.text
+
+
+def test_check_of_a_lease_that_is_too_short_warns(native, caplog):
+    native.scripts["get"] = lambda *_: [-707]
+    check(native)
+    assert "--default_kv_lease_ttl" in caplog.text
+
+
+@pytest.mark.parametrize("call", ["put", "get"])
+def test_check_of_a_transfer_that_fails_raises_and_names_protocol_and_host(native, call):
+    native.scripts[call] = lambda *_: [-800]
+    with pytest.raises(StoreError, match=r"transfer \(-800\).*one protocol \(here tcp\)"):
+        check(native)
+    assert native.values == {}
