@@ -14,6 +14,7 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
+from urllib.parse import quote
 
 from kvxfer.errors import ConfigError
 from kvxfer.stores.uri import LONGEST_S, parse_size
@@ -49,8 +50,8 @@ class KVXferConfig:
     """
 
     store: str
-    """Where values live: ``lmdb:///folder?capacity=8GiB`` or ``mooncake://host:port``. Default: the embedded store in its
-    default folder, or Mooncake where MOONCAKE_CONFIG_PATH is set."""
+    """Where values live: ``lmdb:///folder?capacity=8GiB`` or ``mooncake://host:port``. Default: the
+    embedded store in its default folder, or Mooncake where MOONCAKE_CONFIG_PATH is set."""
     cache_prefix: str = "default"
     """First part of every key; engines with different prefixes never meet."""
     model_id: str | None = None
@@ -137,7 +138,7 @@ class KVXferConfig:
 def default_store(environ: Mapping[str, str]) -> str:
     """Return the store URI of an engine that sets none."""
     path = environ.get(MOONCAKE_CONFIG_VARIABLE)
-    return f"mooncake://?config={path}" if path else "lmdb://"
+    return f"mooncake://?config={quote(path, safe='/')}" if path else "lmdb://"
 
 
 def _unknown(name: str, known: Mapping[str, object]) -> str:

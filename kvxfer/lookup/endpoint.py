@@ -211,6 +211,7 @@ def _locked(folder: Path) -> Iterator[bool]:
     try:
         yield _lock_within(descriptor, LOCK_TIMEOUT_S)
     finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child forked meanwhile has the descriptor too
         os.close(descriptor)
 
 

@@ -91,7 +91,11 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def remove(self, keys: Sequence[bytes]) -> int:
-        """Remove values that are of no use, and return how many; a key that resists stays."""
+        """Remove values that a get found to be of no use, and return how many went.
+
+        A key that resists, or is not there any more, stays as it is. One that somebody put anew
+        since that get goes too: that costs a miss.
+        """
 
     @abc.abstractmethod
     def remove_prefix(self, prefix: bytes) -> int:

@@ -52,15 +52,29 @@ class ChecksummedStore(Store):
         ]
 
     def put_from(self, keys: Sequence[bytes], sources: Sequence[memoryview]) -> list[Outcome]:
-        """Put values and digests in one call; one that is there already stays."""
+        """Put values and digests in one call; where both are there already they stay.
+
+        One that lies there without the other, after a crash, an eviction or from an engine that
+        keeps no checksums, is replaced: bytes computed again need not be the same.
+        """
         check_keys(keys, MOST_BYTES)
         views = byte_views(sources, "sources", len(keys), writable=False)
+        outcomes = self._put_pairs(keys, views)
+        halves = [idx for idx, pair in enumerate(outcomes) if pair.count(Outcome.EXISTS) == 1]
+        if halves:
+            self.remove([keys[idx] for idx in halves])
+            again = self._put_pairs([keys[i] for i in halves], [views[i] for i in halves])
+            for idx, pair in zip(halves, again, strict=True):
+                outcomes[idx] = pair
+        return [digest if value.stored else value for value, digest in outcomes]
+
+    def _put_pairs(
+        self, keys: Sequence[bytes], views: Sequence[memoryview]
+    ) -> list[tuple[Outcome, Outcome]]:
+        """Return the outcomes of value and digest of each key."""
         digests = [memoryview(digest_of(key, view)) for key, view in zip(keys, views, strict=True)]
         outcomes = self._store.put_from(_with_sums(keys), _interleaved(views, digests))
-        return [
-            value if not value.stored or digest.stored else digest
-            for value, digest in zip(outcomes[::2], outcomes[1::2], strict=False)
-        ]
+        return list(zip(outcomes[::2], outcomes[1::2], strict=True))
 
     def remove(self, keys: Sequence[bytes]) -> int:
         """Remove values with their digests; return how many values that were."""

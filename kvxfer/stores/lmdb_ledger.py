@@ -170,6 +170,13 @@ class Ledger:
         txn.delete(row.key, db=self.tables.values)
         counters.used_bytes = max(0, counters.used_bytes - row.cost_bytes)
 
+    def remove_if_there(self, txn: Any, counters: Counters, row: Row) -> bool:
+        """Remove a row read in another transaction, unless it was moved or removed since."""
+        if txn.get(row.rank, db=self.tables.order) != COST.pack(row.cost_bytes) + row.key:
+            return False
+        self.remove(txn, counters, row)
+        return True
+
     def choose(
         self, txn: Any, counters: Counters, excess_bytes: int, batch: Batch, now_s: float
     ) -> Sweep:

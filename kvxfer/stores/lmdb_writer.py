@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import lmdb
@@ -13,7 +13,7 @@ import lmdb
 from kvxfer.errors import StoreError
 from kvxfer.stores.base import Outcome
 from kvxfer.stores.lmdb_calls import Call
-from kvxfer.stores.lmdb_ledger import Batch, Counters, Item, Ledger, Sweep
+from kvxfer.stores.lmdb_ledger import Batch, Counters, Item, Ledger, Row, Sweep
 from kvxfer.stores.lmdb_locks import Gate
 from kvxfer.stores.lmdb_space import write_zeros
 from kvxfer.stores.lmdb_uses import UseTable
@@ -83,28 +83,55 @@ class Writer:
                 return outcomes + [Outcome.NO_SPACE] * (len(keys) - len(outcomes))
         return outcomes
 
-    def remove(
-        self,
-        is_wanted: Callable[[bytes], bool],
-        timeout_s: float,
-        call: Call,
-        most: int | None = None,
-    ) -> int:
-        """Remove the wanted keys, ``most`` of them, that were there before the call; how many.
+    def remove(self, keys: Set[bytes], timeout_s: float, call: Call) -> int:
+        """Remove the keys; those that moved to another rank meanwhile stay. Return how many went.
+
+        ``StoreError`` where that took more than ``timeout_s``: nothing was removed then.
+        """
+        deadline = time.monotonic() + timeout_s
+        rows = self._find_rows(keys, deadline)
+        if not rows:
+            return 0
+        with self._gate.entered(deadline) as inside, self._env.begin(write=True) as txn:
+            if not inside:
+                raise StoreError(f"other writers held the store for {timeout_s} s")
+            counters = Counters.load(txn, self._ledger.tables)
+            num_removed = sum(self._ledger.remove_if_there(txn, counters, row) for row in rows)
+            counters.save(txn, self._ledger.tables)
+        call.counts["removed"] += num_removed
+        return num_removed
+
+    def remove_prefix(self, prefix: bytes, timeout_s: float, call: Call) -> int:
+        """Remove the keys under ``prefix`` that were there before the call; return how many.
 
         Goes through the rows of ``order`` slice by slice. Rows move only to higher ranks, ahead
         of it. ``StoreError`` where other writers keep the gate for ``timeout_s``.
         """
         num_removed = 0
         rank: bytes | None = b""
-        while rank is not None and num_removed != most:
+        while rank is not None:
             with self._gate.entered(time.monotonic() + timeout_s) as inside:
                 if not inside:
                     raise StoreError(f"other writers held the store for {timeout_s} s")
-                num, rank = self._remove_slice_or_less(is_wanted, rank, call)
+                num, rank = self._remove_slice_or_less(prefix, rank, call)
             num_removed += num
             call.counts["removed"] += num
         return num_removed
+
+    def _find_rows(self, keys: Set[bytes], deadline: float) -> list[Row]:
+        """Return the rows of the keys, read without the gate, slice by slice."""
+        found: list[Row] = []
+        rank = b""
+        while len(found) < len(keys):
+            if time.monotonic() > deadline:
+                raise StoreError("looking for the rows of values took too long")
+            with self._env.begin() as txn:
+                rows = self._ledger.rows_after(txn, rank, ROWS_PER_REMOVAL)
+            if not rows:
+                break
+            found += [row for row in rows if row.key in keys]
+            rank = rows[-1].rank
+        return found
 
     def _next_chunk(
         self, keys: Sequence[bytes], sources: Sequence[memoryview], start: int
@@ -219,7 +246,7 @@ class Writer:
         return item.cost_bytes <= self._ledger.limit_bytes // LARGEST_VALUE_SHARE
 
     def _remove_slice_or_less(
-        self, is_wanted: Callable[[bytes], bool], rank: bytes, call: Call
+        self, prefix: bytes, rank: bytes, call: Call
     ) -> tuple[int, bytes | None]:
         """Remove a slice, a smaller one each time that LMDB finds no page for its own trees.
 
@@ -228,15 +255,15 @@ class Writer:
         """
         for retry in range(MOST_TRIES - 1):
             try:
-                return self._remove_slice(is_wanted, rank, self._chunk_bytes >> 4 * retry)
+                return self._remove_slice(prefix, rank, self._chunk_bytes >> 4 * retry)
             except lmdb.MapFullError:
                 call.counts["map_full"] += 1
                 self._env.reader_check()
                 time.sleep(RETRY_PAUSE_S * 4**retry)
-        return self._remove_slice(is_wanted, rank, 0)
+        return self._remove_slice(prefix, rank, 0)
 
     def _remove_slice(
-        self, is_wanted: Callable[[bytes], bool], rank: bytes, slice_bytes: int
+        self, prefix: bytes, rank: bytes, slice_bytes: int
     ) -> tuple[int, bytes | None]:
         """Remove about ``slice_bytes`` above ``rank``; return how many and where to go on."""
         num_removed = removed_bytes = 0
@@ -247,7 +274,7 @@ class Writer:
                 if removed_bytes > slice_bytes:
                     break
                 rank = row.rank
-                if is_wanted(row.key):
+                if row.key.startswith(prefix):
                     self._ledger.remove(txn, counters, row)
                     removed_bytes += row.cost_bytes
                     num_removed += 1

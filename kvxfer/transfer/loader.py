@@ -61,23 +61,33 @@ class Loader(Transfer[LoadSpec]):
             self._note_valid(job, sum(map(len, spec.chunks)))
             self._board.end_copy(job, last=False)
             return JobResult.DONE
+        useless: list[bytes] = []
         for batch in pieces.batches(self._route.staging.slot_bytes):
-            if not self._load_batch(job, pieces, batch, sum(map(len, spec.chunks))):
+            if not self._load_batch(job, pieces, batch, sum(map(len, spec.chunks)), useless):
+                self._end(job, JobResult.FAILED)  # nobody waits for what follows
+                self._remove(useless)
                 return JobResult.FAILED
         return JobResult.DONE
 
-    def _load_batch(self, job: Job, pieces: Pieces, batch: Batch, num_chunks: int) -> bool:
-        """Fetch and unpack one batch; False if a value failed or the job ended meanwhile."""
+    def _load_batch(
+        self, job: Job, pieces: Pieces, batch: Batch, num_chunks: int, useless: list[bytes]
+    ) -> bool:
+        """Fetch and unpack one batch; False if a value failed or the job ended meanwhile.
+
+        Keys of values that no load can ever use are added to ``useless``.
+        """
         with self._slot(job) as slot:
             if slot is None:
                 return False
-            fetched = self._fetch(pieces, batch, slot)
+            fetched = self._fetch(pieces, batch, slot, useless)
             num_whole = _num_whole_chunks(pieces, batch, fetched, num_chunks)
             return self._unpack(job, pieces, batch, slot, fetched, num_whole) and bool(
                 fetched.all()
             )
 
-    def _fetch(self, pieces: Pieces, batch: Batch, slot: Slot) -> NDArray[np.bool_]:
+    def _fetch(
+        self, pieces: Pieces, batch: Batch, slot: Slot, useless: list[bytes]
+    ) -> NDArray[np.bool_]:
         """Get the values of a batch; return (n,) which of them lie whole in the slot."""
         keys = pieces.keys[batch.rows]
         outcomes = self._route.store.get_into(keys, pieces.views(batch, slot.buffer))
@@ -93,7 +103,8 @@ class Loader(Transfer[LoadSpec]):
                 len(keys),
                 refusals(outcomes, len(keys)),
             )
-            self._remove_useless(keys, outcomes)
+            answers = zip(keys, outcomes or (), strict=False)
+            useless += [key for key, outcome in answers if Outcome(outcome).is_useless]
         return fetched
 
     def _note_valid(self, job: Job, num_chunks: int) -> None:
@@ -101,15 +112,10 @@ class Loader(Transfer[LoadSpec]):
         with self._lock:
             self._valid_chunks[job.job_id] = num_chunks
 
-    def _remove_useless(self, keys: Sequence[bytes], outcomes: Sequence[Outcome] | None) -> None:
-        """Remove values that no load can ever use, so that the recomputed ones replace them."""
-        doomed = [
-            key
-            for key, outcome in zip(keys, outcomes or (), strict=False)
-            if Outcome(outcome).is_useless
-        ]
-        if doomed:
-            self.counts["values_removed"] += self._route.store.remove(doomed)
+    def _remove(self, useless: Sequence[bytes]) -> None:
+        """Remove values that no load can use, so that the recomputed ones replace them."""
+        if useless:
+            self.counts["values_removed"] += self._route.store.remove(useless)
 
     def _unpack(
         self,

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec
 
 _LAYER_IDX = re.compile(r"\.layers\.(\d+)\.")
+_KV_HEADS_NAME = re.compile(r"kv_heads|key_value_heads|head_kv|query_groups?|attention_groups")
+_LAYER_SETTINGS = ("block_configs", "per_layer_config", "is_heterogeneous")
+"""Where configurations say what is different in single layers."""
 _DRAFT_NAME = re.compile(r"(^|\.)(draft_model|mtp|eagle)(\.|$)")
 
 
@@ -148,17 +151,29 @@ def _layer_set(
 def _num_distinct(vllm_config: VllmConfig, spec: Any, is_draft: bool, tp_size: int) -> int:
     """Return how many ranks hold different bytes; vLLM repeats KV heads beyond their number.
 
-    A recurrent state is cut by rank, in a way of its own: each rank's part counts as one head.
+    It does so where a rank has one head only. Copies are taken for copies where the model has one
+    number of KV heads in all layers: else which ranks hold the same head of this layer is not
+    known, each counts as different, and nothing worse than a value stored twice comes of it. A
+    recurrent state is cut by rank, in a way of its own: each rank's part counts as one head.
     """
     if _every_rank_alike(spec):
         return 1
-    if isinstance(spec, MambaSpec):
+    if isinstance(spec, MambaSpec) or spec.num_heads > 1:
         return tp_size
     model: Any = vllm_config.model_config
     if is_draft:
         assert vllm_config.speculative_config is not None
         model = vllm_config.speculative_config.draft_model_config
-    return min(tp_size, int(model.get_total_num_kv_heads()))
+    total = int(model.get_total_num_kv_heads())
+    return min(tp_size, total) if _has_one_head_count(model, total) else tp_size
+
+
+def _has_one_head_count(model: Any, total: int) -> bool:
+    """Whether the configuration names no number of KV heads but ``total``, for any layer."""
+    values = model.hf_text_config.to_dict()
+    counts = {str(value) for name, value in values.items() if _KV_HEADS_NAME.search(name)}
+    by_layer = any(values.get(name) for name in _LAYER_SETTINGS)
+    return counts <= {str(total), str(None)} and not by_layer
 
 
 def _every_rank_alike(spec: Any) -> bool:

@@ -18,6 +18,7 @@ from vllm.distributed.parallel_state import (
     get_pp_group,
     get_tensor_model_parallel_rank,
 )
+from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_cache_spec
 
 from kvxfer.errors import UnsupportedError
 
@@ -54,7 +55,7 @@ class StageRanks:
 
     def shards(self, spec: Any) -> bool:
         """Return whether the ranks of a context group hold different tokens of a spec's blocks."""
-        return self.dcp_size > 1 and bool(getattr(spec, "dcp_sharded", False))
+        return bool(resolve_dcp_kv_cache_spec(spec, self.dcp_size).block_size != spec.block_size)
 
     def context_rank(self, place: RankPlace) -> int:
         """Return the number of a rank within its context group."""

@@ -3,6 +3,7 @@ import pytest
 
 from kvxfer.config import KVXferConfig, Role
 from kvxfer.errors import ConfigError
+from kvxfer.stores.uri import parse_uri
 
 
 def test_config_without_settings_has_the_embedded_store():
@@ -12,6 +13,11 @@ def test_config_without_settings_has_the_embedded_store():
 def test_config_takes_mooncake_where_its_variable_is_set():
     config = KVXferConfig.from_extra({}, {"MOONCAKE_CONFIG_PATH": "/etc/m.json"})
     assert config.store == "mooncake://?config=/etc/m.json"
+
+
+def test_config_names_a_mooncake_file_wherever_it_lies():
+    config = KVXferConfig.from_extra({}, {"MOONCAKE_CONFIG_PATH": "/opt/c++ & more/m#1.json"})
+    assert parse_uri(config.store).options == {"config": "/opt/c++ & more/m#1.json"}
 
 
 def test_config_prefers_the_store_that_is_named():

@@ -83,6 +83,7 @@ def vllm_config(base_config):
     for part in ("model_config", "cache_config", "parallel_config", "kv_transfer_config"):
         setattr(config, part, copy.copy(getattr(base_config, part)))
     config.model_config.hf_config = copy.deepcopy(config.model_config.hf_config)
+    config.model_config.hf_text_config = config.model_config.hf_config
     return config
 
 
@@ -301,6 +302,25 @@ def test_ranks_beyond_the_kv_heads_hold_replicas_that_one_of_them_saves(vllm_con
     held = [facts_of(vllm_config, split, rank).layer_sets[0] for rank in range(8)]
     assert [one.local_heads for one in held] == [(i // 2, i // 2 + 1) for i in range(8)]
     assert [one.is_first_replica for one in held] == [True, False] * 4
+
+
+@pytest.mark.parametrize("name", ["swa_num_key_value_heads", "num_attention_groups"])
+def test_ranks_are_no_replicas_where_layers_differ_in_their_kv_heads(vllm_config, name):
+    """Of 8 ranks with one head each, which hold the same one, if the layer has 4 or 8 of them?"""
+    vllm_config.parallel_config.tensor_parallel_size = 8
+    setattr(vllm_config.model_config.hf_text_config, name, 8)
+    split = cache_config(full_spec(num_kv_heads=1))
+    held = [facts_of(vllm_config, split, rank).layer_sets[0] for rank in range(8)]
+    assert [one.local_heads for one in held] == [(i, i + 1) for i in range(8)]
+    assert all(one.is_first_replica for one in held)
+
+
+def test_ranks_with_several_heads_are_no_replicas(vllm_config):
+    """A layer with more KV heads than the model's one number says."""
+    vllm_config.parallel_config.tensor_parallel_size = 8
+    split = cache_config(full_spec(num_kv_heads=2))
+    held = [facts_of(vllm_config, split, rank).layer_sets[0] for rank in range(8)]
+    assert [one.local_heads for one in held] == [(2 * i, 2 * i + 2) for i in range(8)]
 
 
 def test_latent_cache_is_one_shard_that_rank_0_saves(vllm_config):

@@ -2,15 +2,17 @@
 """Endpoints are private, distinct by engine, short enough, and never taken from a live server."""
 
 import os
+import signal
 import socket
 import stat
+import time
 from pathlib import Path
 
 import pytest
 
 from kvxfer.errors import ConfigError
 from kvxfer.lookup import Endpoint
-from kvxfer.lookup.endpoint import MAX_PATH_BYTES
+from kvxfer.lookup.endpoint import MAX_PATH_BYTES, _locked
 
 
 @pytest.fixture
@@ -25,6 +27,20 @@ def listen(endpoint, closing):
     listener = endpoint.listen()
     closing(listener.listening)
     return listener
+
+
+def test_lock_of_the_folder_does_not_live_on_in_a_forked_child(folder):
+    with _locked(folder) as inside:
+        assert inside
+        if not (child := os.fork()):
+            time.sleep(60)
+            os._exit(0)
+    try:
+        with _locked(folder) as inside:
+            assert inside
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_endpoint_is_the_same_for_both_sides(folder):
