@@ -47,4 +47,4 @@ def bench_step_in_which_every_request_completes_a_block(benchmark, steps):
 
     benchmark.pedantic(step, setup=complete_a_block, rounds=steps.ROUNDS)
     assert sum(len(save.chunks[0]) for save in state.metadata.saves) == steps.NUM_REQUESTS
-    assert running.side._pins.num_jobs == steps.NUM_REQUESTS, "those before have been released"
+    assert running.side._pins.num_blocks == steps.NUM_REQUESTS, "those before have been released"

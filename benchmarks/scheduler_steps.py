@@ -50,6 +50,7 @@ class Running:
             pp_size=1,
             dp_rank=0,
             num_ranks=1,
+            max_steps_in_flight=1,
             num_blocks=NUM_BLOCKS,
             block_tokens=BLOCK,
             hash_tokens=BLOCK,

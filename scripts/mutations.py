@@ -156,9 +156,17 @@ MUTATIONS = (
     Mutation(
         4,
         "the pinned blocks have no bound",
-        "kvxfer/scheduler/save_orders.py",
-        "if len(block_ids) > self._pins.num_free:",
+        "kvxfer/scheduler/step_saves.py",
+        "if num_blocks > self.num_free:",
         "if False:",
+        (SCHEDULER, SAVE_LIFE),
+    ),
+    Mutation(
+        4,
+        "the pinned blocks of generated tokens have no bound",
+        "kvxfer/scheduler/save_orders.py",
+        "admitted = hashed[: self._step.num_free // per_request]",
+        "admitted = hashed",
         (SCHEDULER, SAVE_LIFE),
     ),
     Mutation(
@@ -200,6 +208,14 @@ MUTATIONS = (
         "return np.zeros(end_block - start_block, dtype=np.bool_)\n\n    def _boundaries",
         "return np.ones(end_block - start_block, dtype=np.bool_)\n\n    def _boundaries",
         (HITS,),
+    ),
+    Mutation(
+        5,
+        "blocks that another connector may have failed to load are saved",
+        "kvxfer/scheduler/save_orders.py",
+        "if self._awaits_loads(output):",
+        "if False:",
+        (SCHEDULER,),
     ),
     Mutation(
         6,
@@ -250,6 +266,14 @@ MUTATIONS = (
         (SPECS, TWO_SIDES),
     ),
     Mutation(
+        6,
+        "ranks are taken for replicas without proof",
+        "kvxfer/vllm_specs/layer_sets.py",
+        "return min(tp_size, total) if _has_one_head_count(model, total) else tp_size",
+        "return min(tp_size, total)",
+        (SPECS,),
+    ),
+    Mutation(
         7,
         "a value of another size is copied",
         "kvxfer/stores/lmdb_reader.py",
@@ -277,7 +301,7 @@ MUTATIONS = (
         7,
         "a value that no load can use stays",
         "kvxfer/transfer/loader.py",
-        "self._remove_useless(keys, outcomes)",
+        "self._remove(useless)",
         "pass",
         (TRANSFER,),
     ),
@@ -320,6 +344,14 @@ MUTATIONS = (
         "return self._threads.wait_idle(timeout_s)",
         "return True",
         (TRANSFER, TWO_SIDES),
+    ),
+    Mutation(
+        9,
+        "a reset misses ranks whose handshake is lost",
+        "kvxfer/scheduler/side.py",
+        "for endpoint in self._endpoints\n        ]",
+        "for endpoint in self._endpoints if endpoint.path.name in said\n        ]",
+        (SCHEDULER,),
     ),
     Mutation(
         9,

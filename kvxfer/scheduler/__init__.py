@@ -3,6 +3,7 @@
 
     side            KVXferScheduler: lookups, offers and loads; what the connector forwards to
     save_orders     SaveOrders: which blocks a step makes worth saving
+    step_saves      StepSaves: the jobs that they become, shared by small saves, and their pins
     chunk_planner   ChunkPlanner: token ranges -> blocks of vLLM's tables and hashes at their ends
     pins            BlockPins: blocks kept from reuse while saves read them
     requests        what is remembered of an unfinished request

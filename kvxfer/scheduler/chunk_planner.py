@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +45,18 @@ class ChunkPlanner:
             for idx, group in enumerate(coordinator.groups)
             if group.cacheable
         ]
+        common = coordinator.block_tokens
+        self.blocks_per_common_block = sum(common // size for _, size, _ in self._cacheable)
+        """Blocks of all cached groups that hold as many tokens as the common block."""
+        # A window is saved at each boundary: each of its blocks, where all of them end at one.
+        windows = (generated or coordinator).retention_tokens is None
+        self.saves_every_generated_block = all(
+            group.kind == "full"
+            or (group.kind == "sliding_window" and windows and group.block_tokens == common)
+            for group in coordinator.groups
+            if group.cacheable
+        )
+        """Beyond the prompt ``saves`` leaves out no block: ``common_blocks`` says the same."""
 
     def loads(
         self,
@@ -87,6 +99,27 @@ class ChunkPlanner:
             ends = (block_idx + 1) * self._block_tokens[group]
             found.append(self._chunks(request, group, tables[group], block_idx, ends))
         return tuple(chunks for chunks in found if len(chunks))
+
+    def common_blocks(
+        self, requests: Iterable[tuple[Sequence[bytes], Sequence[Sequence[Any]], int]]
+    ) -> tuple[Chunks, ...]:
+        """Return all chunks of one common block of each request.
+
+        A request is given as its block hashes, vLLM's blocks of each group, and the tokens at
+        which the common block ends, for which there are hashes. Null blocks and those that are
+        not in the table are left out; of chunks that several requests have, one is kept.
+        """
+        requests = list(requests)
+        common, hash_tokens = self._coordinator.block_tokens, self._hash_tokens
+        found = []
+        for group, size, _ in self._cacheable:
+            by_hash: dict[bytes, int] = {}
+            for hashes, tables, end in requests:
+                table = tables[group]
+                for stop in range(end - common + size, min(end, len(table) * size) + 1, size):
+                    by_hash[hashes[stop // hash_tokens - 1]] = table[stop // size - 1].block_id
+            found.append(Chunks.of(group, by_hash).without_block(NULL_BLOCK_ID))
+        return tuple(filter(len, found))
 
     def handed(self, request: Hashed, blocks: Iterable[HandedBlock]) -> tuple[Chunks, ...]:
         """Return the chunks of blocks that the core hands over, each keyed at its tokens."""

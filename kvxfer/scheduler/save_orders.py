@@ -12,6 +12,7 @@ from kvxfer.config import KVXferConfig, Role
 from kvxfer.scheduler.chunk_planner import ChunkPlanner, HandedBlock, Tables
 from kvxfer.scheduler.pins import BlockPins
 from kvxfer.scheduler.requests import NEVER, RequestState
+from kvxfer.scheduler.step_saves import SHARED_JOB_BLOCKS, StepSaves
 from kvxfer.transfer.specs import Chunks, SaveSpec
 from kvxfer.vllm_specs import EngineFacts, prefill_checkpoint
 
@@ -28,6 +29,14 @@ class SaveOrders:
     below the common block, where hits may end there; recurrent states that the core hands over.
     A block is ordered once, pinned until every rank has packed it, and within
     ``max_pinned_blocks``: what finds no room is put off to a later step of its request.
+    Small saves of a step share jobs (``StepSaves``).
+
+    Two paths lead there. Any request can take the general one (``_order_due``). Requests that
+    generate tokens complete one common block now and then: where every block of it is saved,
+    those of a step are ordered all at once (``_order_next_blocks``), at a quarter of the cost.
+
+    Nothing is ordered while another connector's synchronous load may yet turn out to have failed:
+    vLLM then computes again what the steps meanwhile computed from unwritten blocks.
     """
 
     def __init__(
@@ -39,18 +48,20 @@ class SaveOrders:
         job_ids: Iterator[int],
     ) -> None:
         self._config, self._facts, self._planner = config, facts, planner
-        self._pins, self._job_ids = pins, job_ids
+        self._step = StepSaves(pins, job_ids)
         self._role = Role(facts.role)
         self._saves_tails = facts.partial_hits and self._role.saves_prompts
         self._manager: KVCacheManager | None = None
-        self._ready: list[SaveSpec] = []
-        self.epoch = 0
-        """Resets so far; stamped on every order."""
+        self._steps_to_wait = 0
         self.counts: Counter[str] = Counter()
 
     def read_tables_from(self, manager: KVCacheManager) -> None:
         """Read blocks from vLLM's manager: without, a table is copied whole for one new block."""
         self._manager = manager
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Stamp ``epoch``, the number of resets so far, on every order from now on."""
+        self._step.epoch = epoch
 
     def order(
         self, output: SchedulerOutput, requests: Mapping[str, RequestState]
@@ -59,23 +70,38 @@ class SaveOrders:
 
         A request costs a look at ``RequestState.save_due_tokens`` until it has computed so many.
         """
-        saves, self._ready = self._ready, []
         block_state = output.kv_connector_block_state
         if block_state is None or not (self._role.saves_prompts or self._config.save_decode_cache):
-            return tuple(saves)
+            return self._step.take()
+        if self._awaits_loads(output):
+            return self._step.take()
         handed = block_state.boundary_state_offloads
         num_scheduled = output.num_scheduled_tokens
+        block_tokens = self._facts.block_tokens
+        takes_next = (
+            self._planner.saves_every_generated_block
+            and self._manager is not None  # it has vLLM's blocks without a copy of tables
+            and not handed
+        )
+        with_next_block: list[RequestState] = []
         for request_id, num_computed in _scheduled(output):
             state = requests.get(request_id)
             if state is None:
                 continue
             num_computed += num_scheduled[request_id]
-            if num_computed >= state.save_due_tokens or request_id in handed:
-                blocks = handed.get(request_id, ())
-                saves += self._order_due(state, num_computed, blocks, block_state)
+            due = state.save_due_tokens
+            if num_computed < due and request_id not in handed:
+                continue
+            is_generated = due > state.request.num_prompt_tokens
+            if takes_next and is_generated and num_computed - due < block_tokens and state.may_save:
+                with_next_block.append(state)
+            else:
+                self._order_due(state, num_computed, handed.get(request_id, ()), block_state)
+        if with_next_block:
+            self._order_next_blocks(with_next_block)
         for request_id, blocks in handed.items():
-            saves += self._order_handed(requests.get(request_id), blocks)
-        return tuple(saves)
+            self._order_handed(requests.get(request_id), blocks)
+        return self._step.take()
 
     def order_finished(
         self, state: RequestState, tables: Tables, handed: Sequence[HandedBlock]
@@ -84,10 +110,43 @@ class SaveOrders:
         if not state.may_save:
             return
         num_computed = state.request.num_computed_tokens
-        self._ready += self._order_handed(state, handed)
+        self._order_handed(state, handed)
         boundary = self._due_tail(state, num_computed, handed)
         if any(tables):
-            self._ready += self._order_tail(state, tables, boundary, num_computed)
+            self._order_tail(state, tables, boundary, num_computed)
+        self._step.close_job()  # the request's blocks are freed next
+
+    def _awaits_loads(self, output: SchedulerOutput) -> bool:
+        """Return whether a synchronous load of this step, or of one in flight, is undecided."""
+        if getattr(output, "has_sync_kv_loads", False):
+            self._steps_to_wait = self._facts.max_steps_in_flight
+        awaits = self._steps_to_wait > 0
+        self._steps_to_wait -= awaits
+        return awaits
+
+    def _order_next_blocks(self, states: Iterable[RequestState]) -> None:
+        """Order the common block that ends at ``save_due_tokens`` of each request, if hashed.
+
+        Where the pins do not admit all, the last requests are put off.
+        """
+        assert self._manager is not None
+        get_blocks, hash_tokens = self._manager.get_blocks, self._facts.hash_tokens
+        hashed = [
+            s for s in states if len(s.request.block_hashes) * hash_tokens >= s.save_due_tokens
+        ]
+        per_request = self._planner.blocks_per_common_block
+        admitted = hashed[: self._step.num_free // per_request]
+        self.counts["saves_put_off"] += len(hashed) - len(admitted)
+        per_job = max(1, SHARED_JOB_BLOCKS // per_request)
+        for at in range(0, len(admitted), per_job):
+            parts = [
+                (s.request.block_hashes, get_blocks(s.request.request_id).blocks, s.save_due_tokens)
+                for s in admitted[at : at + per_job]
+            ]
+            self._step.add_job(self._planner.common_blocks(parts))
+        for state in admitted:
+            state.saved_tokens = state.save_due_tokens
+            state.save_due_tokens += self._facts.block_tokens
 
     def _order_due(
         self,
@@ -95,21 +154,19 @@ class SaveOrders:
         num_computed: int,
         handed: Sequence[HandedBlock],
         block_state: KVConnectorBlockState,
-    ) -> list[SaveSpec]:
+    ) -> None:
         """Order what a request is worth saving of, and note when there will be more."""
         if not state.may_save:
             state.save_due_tokens = NEVER
-            return []
-        saves: list[SaveSpec] = []
+            return
         start, end = self._saveable(state, num_computed)
         tail = self._due_tail(state, num_computed, handed)
         if start < end or tail:
             tables = self._tables(state.request.request_id, block_state)
             if tables is not None:
-                saves += self._order_save(state, tables, start, end)
-                saves += self._order_tail(state, tables, tail, num_computed)
+                self._order_save(state, tables, start, end)
+                self._order_tail(state, tables, tail, num_computed)
         state.save_due_tokens = self._next_due(state)
-        return saves
 
     def _tables(self, request_id: str, block_state: KVConnectorBlockState) -> Tables | None:
         if self._manager is None:
@@ -142,18 +199,16 @@ class SaveOrders:
             limit = min(limit, request.num_prompt_tokens)
         return self._first_unsaved(state), limit // block * block
 
-    def _order_save(
-        self, state: RequestState, tables: Tables, start: int, end: int
-    ) -> list[SaveSpec]:
+    def _order_save(self, state: RequestState, tables: Tables, start: int, end: int) -> None:
         """Order tokens [start, end), as far as the pins admit.
 
         What is left over is ordered by a later step of the request, or never.
         """
         if end <= start:
-            return []
+            return
         block = self._facts.block_tokens
         chunks: tuple[Chunks, ...] = ()
-        num_free = self._pins.num_free
+        num_free = self._step.num_free
         end = min(end, start + num_free * block)  # a group has a block there at least
         while end > start:
             chunks = self._planner.saves(state.request, tables, start, end)
@@ -163,9 +218,9 @@ class SaveOrders:
             end = start + (end - start) * num_free // num_blocks // block * block
         if end <= start:
             self.counts["saves_put_off"] += 1
-            return []
+            return
         state.saved_tokens = end
-        return self._pinned(state, chunks)
+        self._add(chunks)
 
     def _due_tail(
         self, state: RequestState, num_computed: int, handed: Iterable[HandedBlock]
@@ -185,39 +240,31 @@ class SaveOrders:
 
     def _order_tail(
         self, state: RequestState, tables: Tables, boundary: int, num_computed: int
-    ) -> list[SaveSpec]:
+    ) -> None:
         """Order the attention blocks of a prompt's tail; nothing for boundary 0."""
         if boundary <= 0:
-            return []
+            return
         chunks = self._planner.prompt_tail(state.request, tables, boundary, num_computed)
-        saves = self._pinned(state, chunks)
-        state.tail_ordered = state.tail_ordered or bool(saves)
-        return saves
+        state.tail_ordered = self._add(chunks) or state.tail_ordered
 
-    def _order_handed(
-        self, state: RequestState | None, blocks: Iterable[HandedBlock]
-    ) -> list[SaveSpec]:
+    def _order_handed(self, state: RequestState | None, blocks: Iterable[HandedBlock]) -> None:
         """Order recurrent states that the core hands over, in the step in which it does.
 
         States of generated tokens are saved only with ``save_decode_cache``, like their blocks.
         """
         if state is None or not state.may_save or not self._role.saves_prompts:
-            return []
+            return
         last = state.request.num_tokens if self._config.save_decode_cache else state.prefill_tokens
         wanted = [block for block in blocks if block[2] <= last]
-        return self._pinned(state, self._planner.handed(state.request, wanted))
+        self._add(self._planner.handed(state.request, wanted))
 
-    def _pinned(self, state: RequestState, chunks: tuple[Chunks, ...]) -> list[SaveSpec]:
-        """Return a save of the chunks with their blocks pinned; none without room or chunks."""
-        block_ids = [block for part in chunks for block in part.block_ids.tolist()]
-        if not block_ids:
-            return []
-        if len(block_ids) > self._pins.num_free:
-            self.counts["saves_put_off"] += 1
-            return []
-        spec = SaveSpec(next(self._job_ids), state.request.request_id, self.epoch, chunks)
-        self._pins.pin(spec.job_id, block_ids)
-        return [spec]
+    def _add(self, chunks: tuple[Chunks, ...]) -> bool:
+        """Order a save of the chunks; False without chunks or room."""
+        if not chunks:
+            return False
+        added = self._step.add(chunks)
+        self.counts["saves_put_off"] += not added
+        return added
 
 
 class BlockTable(Sequence[int]):

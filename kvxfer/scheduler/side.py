@@ -276,7 +276,7 @@ class KVXferScheduler:
         """
         epoch = next(self._epochs)
         if self._saves is not None:
-            self._saves.epoch = epoch
+            self._saves.begin_epoch(epoch)
         for state in self._requests.values():
             self._lookups.discard(state.request.request_id)
             state.answer = None
@@ -296,7 +296,11 @@ class KVXferScheduler:
 
     def _tell_key_spaces(self, handshakes: Sequence[KVXferHandshake]) -> bool:
         """Tell rank 0 of the others; whether it took that."""
-        self._endpoints = [Endpoint(Path(handshake.endpoint)) for handshake in handshakes]
+        said = {Path(each.endpoint).name: Path(each.endpoint) for each in handshakes}
+        # vLLM loses handshakes where prefill context parallelism is all there is: derived then.
+        self._endpoints = [
+            Endpoint(said.get(endpoint.path.name, endpoint.path)) for endpoint in self._endpoints
+        ]
         spaces = KeySpacesPayload(
             key_prefixes=tuple(dict.fromkeys(p for h in handshakes for p in h.key_prefixes)),
             eagle_groups=tuple(i for i, group in enumerate(self._facts.groups) if group.eagle),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,10 +15,10 @@ NULL_BLOCK_ID = 0
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Consecutive chunks of one cache group, in prefix order.
+    """Chunks of one cache group; those of one request are in prefix order.
 
     ``block_ids`` (n,) int32; ``hashes``: n hashes of ``hash_bytes`` bytes, back to back, each
-    closing its chunk's last token.
+    closing its chunk's last token. Those of a load are consecutive.
     """
 
     group: int
@@ -25,8 +26,21 @@ class Chunks:
     hashes: bytes
     hash_bytes: int
 
+    @classmethod
+    def of(cls, group: int, blocks: Mapping[bytes, int]) -> Chunks:
+        """Return the chunks of ``blocks``, which maps hashes of one length to block ids."""
+        hashes = b"".join(blocks)
+        block_ids = np.fromiter(blocks.values(), np.int32, len(blocks))
+        return cls(group, block_ids, hashes, len(hashes) // max(1, len(blocks)))
+
     def __len__(self) -> int:
         return len(self.block_ids)
+
+    def by_hash(self) -> dict[bytes, int]:
+        """Return the block id of each hash, in order."""
+        starts = range(0, len(self.hashes), max(1, self.hash_bytes))
+        hashes = [self.hashes[at : at + self.hash_bytes] for at in starts]
+        return dict(zip(hashes, self.block_ids.tolist(), strict=True))
 
     def without_block(self, block_id: int) -> Chunks:
         """Return the chunks whose block is another than ``block_id``."""
@@ -37,15 +51,22 @@ class Chunks:
         return Chunks(self.group, self.block_ids[kept], hashes.tobytes(), self.hash_bytes)
 
 
+def merge_chunks(parts: Iterable[Chunks]) -> tuple[Chunks, ...]:
+    """Return one ``Chunks`` a group with all of ``parts``; of equal chunks one is kept."""
+    groups: dict[int, dict[bytes, int]] = {}
+    for part in parts:
+        groups.setdefault(part.group, {}).update(part.by_hash())
+    return tuple(Chunks.of(group, blocks) for group, blocks in groups.items())
+
+
 @dataclass(frozen=True, slots=True)
 class SaveSpec:
-    """One save: ``blocks_free`` and ``ended`` are owed once per rank.
+    """One save, of one request or several: ``blocks_free`` and ``ended`` are owed once per rank.
 
     ``epoch`` counts resets; a worker drops saves of an epoch before its last reset.
     """
 
     job_id: int
-    request_id: str
     epoch: int
     chunks: tuple[Chunks, ...]
 

@@ -41,6 +41,8 @@ class EngineFacts:
     pp_size: int
     dp_rank: int
     num_ranks: int
+    max_steps_in_flight: int
+    """Steps that may be scheduled before the results of the first of them are known."""
     num_blocks: int
     block_tokens: int
     """Common block size of all groups, tokens."""
@@ -137,6 +139,7 @@ def read_engine(
         pp_size=parallel.pipeline_parallel_size,
         dp_rank=parallel.data_parallel_rank,
         num_ranks=parallel.world_size,
+        max_steps_in_flight=int(vllm_config.max_concurrent_batches),
         num_blocks=kv_cache_config.num_blocks,
         block_tokens=block_tokens,
         hash_tokens=hash_tokens,

@@ -121,7 +121,7 @@ class KnownRank:
         for group, (blocks, numbers) in parts.items():
             for block, number in zip(blocks, numbers, strict=True):
                 self.fill(group, block, number)
-        self.saver.submit(SaveSpec(job_id, f"r{job_id}", 0, _ordered(parts)))
+        self.saver.submit(SaveSpec(job_id, 0, _ordered(parts)))
 
     def load(self, job_id, parts):
         """Order a load of ``{group: (blocks, numbers)}``."""

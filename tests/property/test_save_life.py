@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "scheduler"))
 
 from engine_fakes import (
     FakeLookups,
+    FakeManager,
     FakePool,
     FakeRequest,
     allocated,
@@ -28,6 +29,8 @@ from kvxfer.transfer import JobBoard, JobResult, JobState
 
 NUM_RANKS = 3
 TOKENS = 16
+GENERATED_BLOCKS = 8
+MAX_PINNED = 20
 small = st.integers(0, 30)
 
 
@@ -39,18 +42,19 @@ class Clock:
 
 
 class SaveLife(RuleBasedStateMachine):
-    """Requests run, finish and come back under the same id; ranks pack, fail and run late."""
+    """Requests run, generate, finish, come back under the same id; ranks pack, fail, run late."""
 
     def __init__(self):
         super().__init__()
         self.clock, self.pool = Clock(), FakePool(512)
         self.scheduler = KVXferScheduler(
-            make_config(max_pinned_blocks=40),
+            make_config(max_pinned_blocks=MAX_PINNED, save_decode_cache=True),
             make_facts(num_ranks=NUM_RANKS, num_blocks=512),
             FakeLookups(),
             self.clock,
         )
-        self.scheduler.bind_gpu_block_pool(self.pool)
+        self.tables = {}  # request id -> block ids of the only group
+        self.scheduler.bind_kv_cache_manager(FakeManager(self.pool, self.tables))
         self.boards = [JobBoard(self.clock) for _ in range(NUM_RANKS)]
         self.jobs = [{} for _ in range(NUM_RANKS)]  # rank -> job id -> Job, not reported as ended
         self.blocks = {}  # job id -> block ids
@@ -62,30 +66,37 @@ class SaveLife(RuleBasedStateMachine):
     def arrive(self, name, num_blocks):
         if all(request.request_id != name for request in self.computed):
             request = FakeRequest(name, num_blocks * TOKENS + 3)
-            request.table = list(range(self.next_block, self.next_block + num_blocks + 1))
-            self.next_block = (self.next_block + num_blocks + 1) % 400 + 1
+            num_blocks += 1 + GENERATED_BLOCKS
+            request.table = list(range(self.next_block, self.next_block + num_blocks))
+            self.next_block = (self.next_block + num_blocks) % 400 + 1
+            self.tables[name] = [request.table]
             self.scheduler.get_num_new_matched_tokens(request, 0)
             self.scheduler.update_state_after_alloc(request, allocated(*request.table), 0)
             self.computed[request] = 0
 
-    @rule(counts=st.lists(st.integers(1, 60), min_size=3, max_size=3))
+    @rule(counts=st.lists(st.integers(1, 16) | st.integers(1, 60), min_size=3, max_size=3))
     def run_step(self, counts):
+        for (request, done), count in zip(self.computed.items(), counts, strict=False):
+            if done == request.num_tokens:
+                last = request.num_prompt_tokens + GENERATED_BLOCKS * TOKENS
+                request.num_tokens = min(last, done + count)
         cached = [
             (request.request_id, done, min(count, request.num_tokens - done))
             for (request, done), count in zip(self.computed.items(), counts, strict=False)
         ]
-        tables = {request.request_id: request.table for request in self.computed}
-        meta = self.scheduler.build_connector_meta(step(cached=cached, tables=tables))
+        meta = self.scheduler.build_connector_meta(step(cached=cached))
         for request, (_, done, count) in zip(list(self.computed), cached, strict=False):
             self.computed[request] = done + count
         for save in meta.saves:
             self.take(save)
 
     def take(self, save):
-        (request,) = [r for r in self.computed if r.request_id == save.request_id]
         (chunks,) = save.chunks
-        for block in chunks.block_ids.tolist():
-            place = request.table.index(block)
+        for block_hash, block in chunks.by_hash().items():
+            name, place = block_hash.rstrip(b".").decode().split("-")
+            (request,) = [r for r in self.computed if r.request_id == name]
+            place = int(place)
+            assert request.table[place] == block
             assert (place + 1) * TOKENS <= self.computed[request], "not computed yet"
             assert (request, place) not in self.saved, "saved twice"
             self.saved.append((request, place))
@@ -142,7 +153,7 @@ class SaveLife(RuleBasedStateMachine):
 
     @invariant()
     def pins_stay_within_their_bound(self):
-        assert sum(self.pool.references.values()) <= 40
+        assert sum(self.pool.references.values()) <= MAX_PINNED
 
     def teardown(self):
         for board, jobs in zip(self.boards, self.jobs, strict=True):

@@ -294,13 +294,14 @@ class Engine:
 
     def saved_blocks(self, name):
         """Return the hashes of the chunks of group 0 that were ordered to be saved, in order."""
+        own = {bytes(block_hash) for block_hash in self.requests[name].block_hashes}
         return [
-            chunks.hashes[at : at + chunks.hash_bytes]
+            block_hash
             for save in self.saves
-            if save.request_id == name
             for chunks in save.chunks
             if chunks.group == 0
-            for at in range(0, len(chunks.hashes), chunks.hash_bytes)
+            for block_hash in chunks.by_hash()
+            if block_hash in own
         ]
 
     def assert_generated(self, name):

@@ -20,6 +20,7 @@ def make_facts(*, block_tokens=16, role="kv_both", num_ranks=1, num_blocks=256) 
         pp_size=1,
         dp_rank=0,
         num_ranks=num_ranks,
+        max_steps_in_flight=1,
         num_blocks=num_blocks,
         block_tokens=block_tokens,
         hash_tokens=block_tokens,
@@ -110,6 +111,19 @@ class FakePool:
         return {block for block, count in self.references.items() if count}
 
 
+class FakeManager:
+    """vLLM's cache manager: a pool, and ``tables``: request id -> block ids of each group."""
+
+    def __init__(self, pool, tables):
+        self.block_pool, self.tables = pool, tables
+
+    def get_blocks(self, name):
+        groups = self.tables.get(name, ([],))
+        return SimpleNamespace(
+            blocks=tuple([SimpleNamespace(block_id=block) for block in ids] for ids in groups)
+        )
+
+
 def allocated(*block_ids):
     """Return what ``KVCacheBlocks`` offers for one group."""
     return SimpleNamespace(get_block_ids=lambda: (list(block_ids),))
@@ -134,6 +148,16 @@ def step(new=(), cached=(), tables=None, handed=None):
             boundary_state_offloads=handed or {},
         ),
     )
+
+
+def blocks_by_request(saves):
+    """Return {request id: its blocks in the order of the jobs}, told by the hashes of requests."""
+    found = {}
+    for save in saves:
+        for part in save.chunks:
+            for block_hash, block in part.by_hash().items():
+                found.setdefault(block_hash.partition(b"-")[0].decode(), []).append(block)
+    return found
 
 
 def worker_output(meta):

@@ -7,8 +7,12 @@ from kvxfer.hits import CacheGroup, Coordinator
 from kvxfer.scheduler.chunk_planner import ChunkPlanner
 
 FULL16, FULL64 = CacheGroup("full", 16, spec_id="f"), CacheGroup("full", 64, spec_id="f")
+OTHER16 = CacheGroup("full", 16, spec_id="g")
 WINDOW16 = CacheGroup("sliding_window", 16, window_tokens=32, spec_id="w")
 MAMBA64 = CacheGroup("mamba", 64, spec_id="m")
+WINDOW64 = CacheGroup("sliding_window", 64, window_tokens=32, spec_id="w")
+EAGLE64 = CacheGroup("sliding_window", 64, window_tokens=128, eagle=True, spec_id="e")
+CHUNKED = CacheGroup("chunked_local", 64, chunk_tokens=64, spec_id="c")
 SCRATCH = CacheGroup("full", 16, cacheable=False)
 
 
@@ -156,3 +160,49 @@ def test_windows_of_generated_tokens_are_saved_where_asked_for():
     generated = listed(ChunkPlanner(sparse, dense).saves(asked, tables, 64, 128))
     assert generated[1] == [(24, 4), (25, 5), (26, 6), (27, 7)]
     assert 1 not in listed(ChunkPlanner(sparse).saves(asked, tables, 64, 128))
+
+
+def blocks_of(table):
+    return [SimpleNamespace(block_id=block) for block in table]
+
+
+@pytest.mark.parametrize("retention", [None, 0], ids="retention={}".format)
+@pytest.mark.parametrize(
+    "groups",
+    [(FULL16,), (FULL64, OTHER16), (SCRATCH, FULL64), (FULL16, WINDOW64), (FULL64, EAGLE64)],
+    ids=["full", "two_sizes", "scratch", "window", "eagle"],
+)
+def test_common_blocks_beyond_the_prompt_are_what_saves_takes(groups, retention):
+    dense = Coordinator(groups, 16, 64)
+    plan = ChunkPlanner(Coordinator(groups, 16, 64, retention_tokens=retention), dense)
+    assert plan.saves_every_generated_block
+    asked = request(512, prompt=100)
+    tables = [table(512 // size.block_tokens, 100 * at) for at, size in enumerate(groups, 1)]
+    for end in range(128, 513, 64):
+        found = plan.common_blocks([(asked.block_hashes, [*map(blocks_of, tables)], end)])
+        assert listed(found) == listed(plan.saves(asked, tables, end - 64, end))
+        assert sum(map(len, found)) == plan.blocks_per_common_block
+
+
+def test_common_blocks_of_several_requests_leave_out_what_is_not_there():
+    plan = planner(FULL16, WINDOW16)
+    one, other = request(64), request(160)
+    found = plan.common_blocks(
+        [
+            (one.block_hashes, [blocks_of([1, 2, 3]), blocks_of([0, 5, 6])], 16),
+            (one.block_hashes, [blocks_of([1, 2, 3]), blocks_of([0, 5, 6])], 64),
+            (other.block_hashes, [blocks_of(table(10, 20)), blocks_of(table(10, 40))], 160),
+        ]
+    )
+    assert listed(found) == {0: [(1, 0), (29, 9)], 1: [(49, 9)]}
+
+
+@pytest.mark.parametrize(
+    ("groups", "retention"),
+    [((FULL64, WINDOW16), None), ((FULL64, CHUNKED), None), ((FULL64, MAMBA64), None)]
+    + [((FULL64, WINDOW64), retention) for retention in (0, 128)],
+    ids=["between_boundaries", "chunked", "states", "retention=0", "retention=128"],
+)
+def test_groups_of_which_blocks_may_be_left_out_are_planned_by_masks(groups, retention):
+    plan = ChunkPlanner(Coordinator(groups, 16, 64, retention_tokens=retention))
+    assert not plan.saves_every_generated_block

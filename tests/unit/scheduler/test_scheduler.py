@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -8,9 +7,11 @@ pytest.importorskip("vllm")
 
 from engine_fakes import (
     FakeLookups,
+    FakeManager,
     FakePool,
     FakeRequest,
     allocated,
+    blocks_by_request,
     make_config,
     make_facts,
     step,
@@ -223,6 +224,21 @@ def test_reset_without_handshakes_reaches_every_rank(make, monkeypatch):
     assert reached == [Endpoint.for_engine("engine", rank=rank) for rank in range(2)]
 
 
+def test_reset_reaches_ranks_whose_handshake_vllm_lost(make, monkeypatch):
+    """So with prefill context parallelism alone: vLLM keeps one handshake of each tensor rank."""
+    reached = []
+    monkeypatch.setattr(
+        "kvxfer.scheduler.side.reset_ranks",
+        lambda endpoints, epoch, timeout_s: reached.extend(endpoints) or True,
+    )
+    scheduler = make(facts=make_facts(num_ranks=2))
+    scheduler.set_handshakes([handshake_of(1, "host", key_prefixes=((0, b"own"),))])
+    scheduler.reset()
+    assert [endpoint.path.name for endpoint in reached] == [
+        Endpoint.for_engine("engine", rank=rank).path.name for rank in range(2)
+    ]
+
+
 def test_offer_that_another_connector_won_loads_nothing(make, lookups):
     scheduler, request = make(), FakeRequest("a", 80)
     lookups.answer("a", 64)
@@ -258,10 +274,9 @@ def test_request_whose_load_failed_is_offered_nothing_again(make, lookups):
 
 
 def saves_of(scheduler, *args, **kwargs):
-    return [
-        (save.request_id, save.chunks[0].block_ids.tolist())
-        for save in scheduler.build_connector_meta(step(*args, **kwargs)).saves
-    ]
+    return list(
+        blocks_by_request(scheduler.build_connector_meta(step(*args, **kwargs)).saves).items()
+    )
 
 
 def started(scheduler, request, local=0):
@@ -277,6 +292,23 @@ def test_save_takes_whole_hashed_blocks_once(make):
     assert saves_of(scheduler, new=[("a", 0, 40)], tables=tables) == [("a", [3, 4])]
     assert saves_of(scheduler, cached=[("a", 40, 30)], tables=tables) == [("a", [5, 6])]
     assert saves_of(scheduler, cached=[("a", 70, 1)], tables=tables) == []
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_nothing_is_saved_while_a_synchronous_load_of_another_connector_is_undecided(
+    make, in_flight
+):
+    """A failed one is reported with the results of its step; vLLM then computes again."""
+    scheduler = make(facts=replace(make_facts(), max_steps_in_flight=in_flight))
+    started(scheduler, FakeRequest("a", 200))
+    tables = {"a": list(range(1, 14))}
+    loading = step(new=[("a", 64, 16)], tables=tables)
+    loading.has_sync_kv_loads = True
+    assert scheduler.build_connector_meta(loading).saves == ()
+    for idx in range(1, in_flight):
+        assert saves_of(scheduler, cached=[("a", 64 + 16 * idx, 16)], tables=tables) == []
+    rolled_back = saves_of(scheduler, cached=[("a", 0, 80)], tables=tables)
+    assert rolled_back == [("a", [1, 2, 3, 4, 5])]
 
 
 def test_save_carries_the_hash_at_the_end_of_each_block(make):
@@ -497,11 +529,8 @@ def test_saves_go_on_once_there_is_room_for_pins(make):
 
 
 def test_tables_of_vllms_manager_are_read_where_they_lie(make):
-    blocks = [SimpleNamespace(block_id=block) for block in (4, 9, 6)]
     scheduler, request = make(), FakeRequest("a", 33)
-    manager = SimpleNamespace(
-        block_pool=FakePool(), get_blocks=lambda name: SimpleNamespace(blocks=(blocks,))
-    )
+    manager = FakeManager(FakePool(), {"a": ([4, 9, 6],)})
     scheduler.bind_kv_cache_manager(manager)
     admit(scheduler, request, [4, 9, 6])
     (save,) = scheduler.build_connector_meta(step(new=[("a", 0, 33)])).saves

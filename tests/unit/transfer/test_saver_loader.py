@@ -118,7 +118,7 @@ def make_rank(store):
 
 
 def save(rank, job_id, blocks, first=0, epoch=0):
-    rank.saver.submit(SaveSpec(job_id, "r", epoch, (chunks(blocks, first),)))
+    rank.saver.submit(SaveSpec(job_id, epoch, (chunks(blocks, first),)))
 
 
 def load(rank, job_id, blocks, first=0):
