@@ -145,6 +145,23 @@ def test_latent_cache_is_loaded_as_decoding_left_it(
     assert_loads_matter(engine, longer, warm, max_tokens=7)
 
 
+def test_latent_cache_of_a_first_turn_is_loaded_by_the_second(
+    engine_pool, latent_settings, latent_store, prompts
+):
+    """Loaded wholly or in part, as decoding left it: the same tokens, whatever was computed."""
+    engine = engine_pool.get(latent_settings)
+    first = prompts.draw(192)
+    answer = engine.generate([first], max_tokens=1).outputs[0].tokens
+    second = first + answer + prompts.draw(127)
+    reference = engine.generate([second]).outputs[0]
+    latent_store.settle()
+    longer = [second + reference.tokens[:1]]
+    warm = compute_again(engine, longer, max_tokens=7)
+    assert warm.external_hits == len(second)
+    assert warm.outputs[0].tokens == reference.tokens[1:]
+    assert_loads_matter(engine, longer, warm, max_tokens=7)
+
+
 @pytest.fixture(scope="module")
 def latent_store(new_store):
     return new_store()
