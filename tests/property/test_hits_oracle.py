@@ -201,7 +201,7 @@ def test_find_longest_cache_hit_is_the_engine_cores(data):
     assert as_lists(found_masks) == masks
 
 
-@settings(fuzz, max_examples=-(-MAX_EXAMPLES // 2))
+@settings(fuzz)
 @given(st.data())
 def test_windowed_lookup_answers_as_one_call_for_everything(data):
     """The windows start at one chunk here, so that small prompts meet many."""

@@ -17,6 +17,8 @@ from kvxfer.transfer.pieces import Pieces
 
 NUM_BLOCKS, HEADS, TOKENS, CONTENT = 16, 2, 4, 24
 UNTOUCHED = 0xA5
+VALUE_BYTES = 2 * TOKENS * CONTENT
+"""Of a shard of one head, over both layers: three times 64, so nothing is padded."""
 
 
 def make_caches(fill=None):
@@ -62,7 +64,7 @@ class Rank:
         self.caches = caches
         self.layout = make_layout(caches)
         self.board = JobBoard(clock) if clock else JobBoard()
-        self.staging = StagingPool(num_slots, max(4096, slot_values * 512))
+        self.staging = StagingPool(num_slots, slot_values * VALUE_BYTES)
         spaces = {
             0: [
                 KeySpace(0, f"p/h{c.heads}/".encode(), i, c.value_bytes)
@@ -194,6 +196,19 @@ def test_blocks_are_free_while_the_put_is_under_way(make_rank, store):
     store.gates["put"].open()
     assert rank.result(0) is JobResult.DONE
     assert rank.free == [0]
+
+
+def test_blocks_are_not_free_while_a_later_batch_has_yet_to_be_packed(make_rank, store):
+    store.gates["put"] = Gate()
+    rank = make_rank(slot_values=1)
+    save(rank, 0, [1, 2, 3])
+    assert store.gates["put"].reached.wait(20)
+    rank.poll()
+    assert rank.free == []
+    store.gates["put"].open()
+    assert rank.result(0) is JobResult.DONE
+    assert rank.free == [0]
+    assert sum(name == "put" for name, _ in store.calls) > 1
 
 
 def test_blocks_changed_after_they_are_free_do_not_change_what_is_stored(make_rank, store):
