@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 ENV := . scripts/env.sh &&
 VLLM_VERSION := 0.32.0
 
-NATIVE := $(wildcard kvxfer/_native/*.pyx kvxfer/_native/*.pxd csrc/*.h) setup.py
+NATIVE := $(wildcard kvxfer/_native/*.pyx kvxfer/_native/*.pxd csrc/*.h csrc/*.cu) setup.py kvxfer/blocks/cuda_sources.py
 # In this order: the quick ones first, then those that start engines; benchmarks last, since they load
 # rivals into the process.
 TESTS := $(wildcard tests/unit tests/property tests/contract tests/fuzz tests/gpu \

@@ -6,7 +6,8 @@ vLLM nor torch:
 
     open_store(uri)                  a store: batched exists, get_into, put_from
     BlockLayout, Region              where blocks lie in tensors, and in values
-    gather, scatter                  masked copies between blocks and contiguous values
+    gather, scatter                  masked copies between blocks and contiguous values; on a GPU
+                                     they are queued on a stream, on a CPU complete on return
     Coordinator, CacheGroup          how much of a prompt a store can serve
 """
 

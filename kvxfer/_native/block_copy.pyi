@@ -23,6 +23,20 @@ def fill_items(
     out: _Table,
 ) -> int: ...
 def find_repeat(items: _Table, seen: npt.NDArray[np.uint8]) -> int: ...
+def check_items(
+    items: _Table,
+    classes: _Table,
+    num_blocks: int,
+    ranges: npt.NDArray[np.uint64],
+) -> None: ...
+def pack_job(
+    items: _Table,
+    classes: _Table,
+    first_tile: npt.NDArray[np.int64],
+    to_value: bool,
+    counts: npt.NDArray[np.int64],
+    words: _Table,
+) -> tuple[int, int]: ...
 def simulate_copy(
     runs: _Table,
     tiles: _Table,
@@ -31,5 +45,13 @@ def simulate_copy(
     to_value: bool,
     num_warps: int,
 ) -> int: ...
+def simulate_kernel(
+    parameters: npt.NDArray[np.uint8],
+    to_value: bool,
+    inlined: bool,
+    num_ctas: int,
+    threads: int,
+) -> int: ...
 def divide(n: int, multiplier: int, shift: int) -> int: ...
 def struct_bytes() -> dict[str, int]: ...
+def launch_struct_bytes() -> dict[str, int]: ...

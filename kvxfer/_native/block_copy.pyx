@@ -5,6 +5,16 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_
 from libc.string cimport memcpy, memset
 
 
+cdef extern from *:
+    """
+    /* Counts the words that the simulated kernel moves to or from addresses a GPU would refuse. */
+    static _Thread_local unsigned long long kvx_num_misaligned;
+    #define KVX_TOUCH(address, word_log2) \
+        (kvx_num_misaligned += ((address) & ((1ull << (word_log2)) - 1)) != 0)
+    """
+    uint64_t kvx_num_misaligned
+
+
 cdef extern from "block_copy.h" nogil:
     ctypedef struct kvx_run:
         uint64_t base
@@ -45,20 +55,29 @@ cdef extern from "block_copy.h" nogil:
         uint32_t tiles_shift
         uint32_t reserved
 
-    ctypedef struct kvx_place:
-        uint32_t item
-        uint32_t tile
+    ctypedef struct kvx_job:
+        uint64_t runs_ptr
+        uint64_t tiles_ptr
+        uint64_t words_ptr
+        uint32_t num_spans
+        uint32_t num_work
 
-    ctypedef struct kvx_offsets:
-        int64_t page
-        int64_t value
+    ctypedef struct kvx_inline_job:
+        pass  # a kvx_job, then the words
+
+    enum:
+        KVX_WARP_LANES
 
     uint32_t kvx_divide(uint32_t n, uint32_t multiplier, uint32_t shift)
-    uint32_t kvx_find_span(const kvx_span *spans, uint32_t num_spans, uint32_t work)
-    kvx_place kvx_locate(const kvx_span *span, uint32_t work)
     uint64_t kvx_page_address(const kvx_run *run, int block_id)
-    kvx_offsets kvx_unit_offsets(const kvx_run *run, uint32_t unit)
-    uint32_t kvx_word_log2(uint32_t width_log2, uint64_t value_ptr)
+    void kvx_copy_tiles(
+        const kvx_job *job, const kvx_span *spans, const kvx_item *items, int to_value,
+        uint32_t work, uint32_t num_warps, uint32_t lane,
+    )
+    void kvx_run_lane(
+        const kvx_job *job, const kvx_item *words, int to_value, uint32_t cta, uint32_t num_ctas,
+        uint32_t warp, uint32_t warps_per_cta, uint32_t lane,
+    )
 
 
 cdef extern from "host_copy.h" nogil:
@@ -87,11 +106,9 @@ cdef enum:
     BAD_BLOCK = 1
     BAD_CLASS = 2
     BAD_VALUE = 3
+    OUTSIDE = 4
 
-    # The simulated warp: 32 lanes, each with four loads under way before their stores.
-    NUM_WARP_LANES = 32
-    NUM_LOADS = 4
-    MAX_UNIT_BYTES = 16
+    WORDS_PER_SPAN = 2
 
 
 def copy_level():
@@ -186,6 +203,65 @@ def find_repeat(const kvx_item[::1] items, uint8_t[::1] seen):
     return repeat
 
 
+def check_items(
+    const kvx_item[::1] items,
+    const copy_class[::1] classes,
+    int32_t num_blocks,
+    const uint64_t[:, ::1] ranges,
+):
+    """Raise what ``copy_items`` would for the first item that cannot be copied.
+
+    ``ranges`` (n, 2) are first and one-past-last addresses of the buffers that values may lie in;
+    ValueError names the first item whose value does not lie in one of them as a whole.
+    """
+    cdef int problem = 0
+    cdef Py_ssize_t bad
+    if ranges.shape[1] != 2:
+        raise ValueError(f"ranges has {ranges.shape[1]} columns, not first and end")
+    with nogil:
+        bad = _check_items(items, num_blocks, classes.shape[0], &problem)
+        if bad < 0:
+            bad = _find_outside(items, classes, ranges)
+            problem = OUTSIDE
+    if bad >= 0:
+        if problem == OUTSIDE:
+            raise ValueError(
+                f"items[{bad}] has its value of {classes[items[bad].class_id].value_bytes} bytes "
+                f"at {items[bad].value_ptr:#x}, outside of the buffers given"
+            )
+        _raise_bad_item(items, bad, problem, num_blocks, classes.shape[0])
+
+
+def pack_job(
+    const kvx_item[::1] items,
+    const copy_class[::1] classes,
+    const int64_t[::1] first_tile,
+    bint to_value,
+    int64_t[::1] counts,
+    kvx_item[::1] words,
+):
+    """Write what a launch reads: one span for every class that has work, then all items by class.
+
+    ``items`` checked, in any order, which they keep within a class; ``first_tile`` (num_runs + 1,)
+    of the tile table; ``counts`` (num_classes,) zeros, overwritten; ``words`` at least one per
+    item and two per class that can have one. Returns (spans, work ids); a launch takes less than
+    2**31 of these.
+    """
+    cdef uint64_t num_work = 0
+    cdef uint32_t num_spans
+    cdef Py_ssize_t num_words = (
+        items.shape[0] + WORDS_PER_SPAN * min(classes.shape[0], items.shape[0])
+    )
+    if counts.shape[0] != classes.shape[0]:
+        raise ValueError(f"counts has {counts.shape[0]} entries for {classes.shape[0]} classes")
+    if words.shape[0] < num_words:
+        raise ValueError(f"words has {words.shape[0]} entries, {num_words} may be written")
+    with nogil:
+        num_spans = _write_spans(items, classes, first_tile, to_value, counts, words, &num_work)
+        _write_sorted(items, counts, words[WORDS_PER_SPAN * num_spans:])
+    return num_spans, num_work
+
+
 def simulate_copy(
     const kvx_run[::1] runs,
     const kvx_tile[::1] tiles,
@@ -198,20 +274,48 @@ def simulate_copy(
 
     ``num_warps`` persistent warps stride over the work ids of ``spans``; one warp copies a tile
     in steps of 32 lanes times four loads, and items with a negative block id are skipped. The
-    tests compare it with ``copy_items``; it checks nothing and is slow. Returns how many units
-    were not at a multiple of their word, which a GPU would refuse: 0 unless the plan is wrong.
+    tests compare it with ``copy_items``; it checks nothing and is slow. Returns how many words
+    were not at a multiple of their size, which a GPU would refuse: 0 unless the plan is wrong.
     """
-    cdef uint32_t warp
-    cdef uint32_t num_work = 0
-    cdef uint64_t num_misaligned = 0
-    if spans.shape[0] > 0:
-        num_work = spans[spans.shape[0] - 1].first_work + spans[spans.shape[0] - 1].num_work
+    cdef uint32_t warp, lane
+    cdef kvx_job job
+    if spans.shape[0] == 0:
+        return 0
+    job.runs_ptr = <uint64_t><uintptr_t>&runs[0]
+    job.tiles_ptr = <uint64_t><uintptr_t>&tiles[0]
+    job.num_spans = <uint32_t>spans.shape[0]
+    job.num_work = spans[spans.shape[0] - 1].first_work + spans[spans.shape[0] - 1].num_work
+    _begin_counting()
     with nogil:
         for warp in range(num_warps):
-            num_misaligned += _run_warp(
-                runs, tiles, spans, items, to_value, warp, num_warps, num_work
-            )
-    return num_misaligned
+            for lane in range(<uint32_t>KVX_WARP_LANES):
+                kvx_copy_tiles(&job, &spans[0], &items[0], to_value, warp, num_warps, lane)
+    return kvx_num_misaligned
+
+
+def simulate_kernel(
+    const uint8_t[::1] parameters, bint to_value, bint inlined, uint32_t num_ctas, uint32_t threads
+):
+    """Run a launch on the CPU, from the very bytes of the kernel's parameters; see simulate_copy.
+
+    ``parameters`` are a kvx_inline_job where ``inlined``, else a kvx_job; addresses in them are
+    host memory. ``num_ctas`` CTAs of ``threads`` threads run one after the other.
+    """
+    cdef kvx_job job
+    cdef const kvx_item *words
+    cdef size_t num_bytes = sizeof(kvx_inline_job) if inlined else sizeof(kvx_job)
+    if <size_t>parameters.shape[0] != num_bytes or threads % KVX_WARP_LANES:
+        raise ValueError(
+            f"{parameters.shape[0]} bytes of parameters, {num_bytes} expected; {threads} threads"
+        )
+    memcpy(&job, &parameters[0], sizeof(kvx_job))
+    words = <const kvx_item *><uintptr_t>job.words_ptr
+    if inlined:
+        words = <const kvx_item *>&parameters[sizeof(kvx_job)]
+    _begin_counting()
+    with nogil:
+        _run_ctas(&job, words, to_value, num_ctas, threads // <uint32_t>KVX_WARP_LANES)
+    return kvx_num_misaligned
 
 
 def divide(uint32_t n, uint32_t multiplier, uint32_t shift):
@@ -228,6 +332,11 @@ def struct_bytes():
         "item": sizeof(kvx_item),
         "class": sizeof(copy_class),
     }
+
+
+def launch_struct_bytes():
+    """Return the size of each struct that a kernel takes by value, as ``struct_bytes``."""
+    return {"job": sizeof(kvx_job), "inline_job": sizeof(kvx_inline_job)}
 
 
 cdef Py_ssize_t _check_items(
@@ -365,82 +474,106 @@ cdef Py_ssize_t _find_repeat(const kvx_item[::1] items, uint8_t[::1] seen) noexc
     return -1
 
 
-cdef uint64_t _run_warp(
-    const kvx_run[::1] runs,
-    const kvx_tile[::1] tiles,
-    const kvx_span[::1] spans,
+cdef Py_ssize_t _find_outside(
+    const kvx_item[::1] items, const copy_class[::1] classes, const uint64_t[:, ::1] ranges
+) noexcept nogil:
+    """Return the first item whose value lies in none of the ranges; -1 if all do."""
+    cdef Py_ssize_t idx, at
+    cdef uint64_t first, value_bytes
+    for idx in range(items.shape[0]):
+        first = items[idx].value_ptr
+        value_bytes = classes[items[idx].class_id].value_bytes
+        for at in range(ranges.shape[0]):
+            if ranges[at, 0] <= first <= ranges[at, 1] and value_bytes <= ranges[at, 1] - first:
+                break
+        else:
+            return idx
+    return -1
+
+
+cdef uint32_t _write_spans(
     const kvx_item[::1] items,
+    const copy_class[::1] classes,
+    const int64_t[::1] first_tile,
     bint to_value,
-    uint32_t warp,
-    uint32_t num_warps,
-    uint32_t num_work,
+    int64_t[::1] counts,
+    kvx_item[::1] words,
+    uint64_t *num_work,
 ) noexcept nogil:
-    """Copy the tiles of one persistent warp; return the number of misaligned units."""
-    cdef uint32_t work = warp
-    cdef const kvx_span *span
-    cdef kvx_place place
-    cdef uint64_t num_misaligned = 0
-    while work < num_work:
-        span = &spans[kvx_find_span(&spans[0], <uint32_t>spans.shape[0], work)]
-        place = kvx_locate(span, work)
-        if items[place.item].block_id >= 0:
-            num_misaligned += _copy_tile(
-                &runs[tiles[place.tile].run], &tiles[place.tile], &items[place.item], to_value
-            )
-        work += num_warps
-    return num_misaligned
+    """Write the spans and return their number; ``counts`` becomes each class's first item."""
+    cdef Py_ssize_t idx
+    cdef int64_t count, num_tiles
+    cdef int64_t first_item = 0
+    cdef uint32_t num_spans = 0
+    cdef kvx_span *span
+    cdef const copy_class *group
+    for idx in range(items.shape[0]):
+        counts[items[idx].class_id] += 1
+    for idx in range(classes.shape[0]):
+        count = counts[idx]
+        counts[idx] = first_item
+        group = &classes[idx]
+        num_tiles = _count_tiles(group, first_tile, to_value)
+        if count > 0 and num_tiles > 0:
+            span = <kvx_span *>&words[WORDS_PER_SPAN * num_spans]
+            span.first_work = <uint32_t>num_work[0]
+            span.num_work = <uint32_t>(count * num_tiles)
+            span.first_item = <uint32_t>first_item
+            span.first_tile = <uint32_t>first_tile[group.first_run]
+            _set_divisor(span, <uint32_t>num_tiles)
+            num_work[0] += <uint64_t>(count * num_tiles)
+            num_spans += 1
+        first_item += count
+    return num_spans
 
 
-cdef uint64_t _copy_tile(
-    const kvx_run *run, const kvx_tile *tile, const kvx_item *item, bint to_value
+cdef int64_t _count_tiles(
+    const copy_class *group, const int64_t[::1] first_tile, bint to_value
 ) noexcept nogil:
-    """Copy one tile, as many units at a time as a warp has loads; return misaligned units."""
-    cdef uint32_t first = 0
-    cdef uint32_t lane
-    cdef uint64_t num_misaligned = 0
-    while first < tile.num_units:
-        for lane in range(<uint32_t>NUM_WARP_LANES):
-            num_misaligned += _copy_lane(run, tile, item, to_value, first + lane)
-        first += NUM_WARP_LANES * NUM_LOADS
-    return num_misaligned
+    """Return the tiles of a class: a gather's include those that write zeros."""
+    cdef uint32_t num_runs = group.num_runs if to_value else group.num_copy_runs
+    return first_tile[group.first_run + num_runs] - first_tile[group.first_run]
 
 
-cdef uint64_t _copy_lane(
-    const kvx_run *run, const kvx_tile *tile, const kvx_item *item, bint to_value, uint32_t first
+cdef void _set_divisor(kvx_span *span, uint32_t num_tiles) noexcept nogil:
+    """Let the span divide by its number of tiles; the arithmetic is that of ``plan.divisor``."""
+    cdef uint32_t shift = 31
+    while <uint64_t>1 << (shift - 31) < num_tiles:
+        shift += 1
+    span.num_tiles = num_tiles
+    span.tiles_multiplier = <uint32_t>(((<uint64_t>1 << shift) + num_tiles - 1) // num_tiles)
+    span.tiles_shift = shift
+    span.reserved = 0
+
+
+cdef void _write_sorted(
+    const kvx_item[::1] items, int64_t[::1] next_item, kvx_item[::1] out
 ) noexcept nogil:
-    """Load four units of a tile, ``first`` and every 32nd after it, then store them."""
-    cdef uint64_t page = kvx_page_address(run, item.block_id)
-    cdef uint32_t word_log2 = kvx_word_log2(run.width_log2, item.value_ptr)
-    cdef uint8_t loaded[NUM_LOADS][MAX_UNIT_BYTES]  # stands for registers
-    cdef uint64_t targets[NUM_LOADS]
-    cdef uint32_t num_loaded = 0
-    cdef uint32_t load
-    cdef kvx_offsets offsets
-    cdef uint64_t page_at, value_at, source
-    cdef uint64_t num_misaligned = 0
-    while num_loaded < <uint32_t>NUM_LOADS and first + num_loaded * NUM_WARP_LANES < tile.num_units:
-        offsets = kvx_unit_offsets(run, tile.first_unit + first + num_loaded * NUM_WARP_LANES)
-        page_at = page + <uint64_t>offsets.page
-        value_at = item.value_ptr + <uint64_t>offsets.value
-        source = page_at if to_value else value_at
-        targets[num_loaded] = value_at if to_value else page_at
-        num_misaligned += source & ((1 << word_log2) - 1) != 0
-        _move_unit(
-            <void *>loaded[num_loaded], <const void *><uintptr_t>source, run.width_log2, word_log2
-        )
-        num_loaded += 1
-    for load in range(num_loaded):
-        num_misaligned += targets[load] & ((1 << word_log2) - 1) != 0
-        _move_unit(<void *><uintptr_t>targets[load], loaded[load], run.width_log2, word_log2)
-    return num_misaligned
+    """Write the items by class; ``next_item`` is where each class's next one goes."""
+    cdef Py_ssize_t idx
+    cdef int32_t class_id
+    for idx in range(items.shape[0]):
+        class_id = items[idx].class_id
+        out[next_item[class_id]] = items[idx]
+        next_item[class_id] += 1
 
 
-cdef inline void _move_unit(
-    void *target, const void *source, uint32_t width_log2, uint32_t word_log2
+cdef void _begin_counting() noexcept:
+    """Forget the misaligned words that this thread has met."""
+    global kvx_num_misaligned
+    kvx_num_misaligned = 0
+
+
+cdef void _run_ctas(
+    const kvx_job *job,
+    const kvx_item *words,
+    bint to_value,
+    uint32_t num_ctas,
+    uint32_t warps_per_cta,
 ) noexcept nogil:
-    """Move one unit of ``1 << width_log2`` bytes word by word."""
-    cdef size_t word_bytes = <size_t>1 << word_log2
-    cdef size_t at = 0
-    while at < <size_t>1 << width_log2:
-        memcpy(<char *>target + at, <const char *>source + at, word_bytes)
-        at += word_bytes
+    """Run every thread of a launch, one after the other."""
+    cdef uint32_t cta, warp, lane
+    for cta in range(num_ctas):
+        for warp in range(warps_per_cta):
+            for lane in range(<uint32_t>KVX_WARP_LANES):
+                kvx_run_lane(job, words, to_value, cta, num_ctas, warp, warps_per_cta, lane)

@@ -10,16 +10,19 @@ bytes lie and in which order they stand in a value, `runs` merges that into the 
 `plan` packs runs, classes and tiles into the tables that native code reads. A copy is the plan and
 items of 16 bytes (value address, block id, class): no list per layer, however many there are.
 
-`host` copies on the CPU (``_native.block_copy`` over ``csrc/host_copy.h``). `simulator` runs the
-GPU kernel's loop and index arithmetic (``csrc/block_copy.h``) on the CPU, so that tests without a
-GPU check the lines that the kernel runs. `staging` hands out the page-aligned buffers in which
-values wait between KV cache and store.
+`copies` is the face for rows of values, on CPU and GPU. `host` copies on the CPU
+(``_native.block_copy`` over ``csrc/host_copy.h``). `cuda` launches the kernels of
+``csrc/block_copy.cu`` through CuPy: `cuda_sources` finds their text and binary, `cuda_kernels`
+loads them, `cuda_job` fills their parameters. `simulator` runs the kernels' loop
+(``csrc/block_copy.h``) on the CPU, so that tests without a GPU check the lines that the kernels
+run. `staging` hands out the page-aligned buffers in which values wait between KV cache and store.
 
 The worker builds one layout at registration; the saver gathers, the loader scatters, each with one
-call per job. Nothing here imports torch or vLLM.
+call per job. Nothing here imports vLLM, and torch or CuPy only when CUDA tensors come.
 """
 
-from kvxfer.blocks.host import gather, gather_items, scatter, scatter_items
+from kvxfer.blocks.copies import gather, scatter
+from kvxfer.blocks.host import gather_items, scatter_items
 from kvxfer.blocks.layout import BlockClass, BlockLayout, Region, Segment
 from kvxfer.blocks.plan import ITEM_DTYPE
 from kvxfer.blocks.staging import Slot, StagingPool
