@@ -69,6 +69,10 @@ class KVXferConfig:
     """False: the scheduler waits for each lookup, at most ``lookup_timeout_s``."""
     lookup_timeout_s: float = 1.0
     """A lookup without an answer by then is a miss."""
+    max_lookups_in_flight: int = 128
+    """Lookups sent and not answered; more wait in the scheduler's process."""
+    max_open_lookups: int = 16384
+    """Lookups that some request waits for; more are misses."""
     answer_max_age_s: float = 10.0
     """A hit that could not be scheduled for so long is looked up again."""
     load_async: bool = True
@@ -90,6 +94,8 @@ class KVXferConfig:
     num_load_threads: int = 2
     staging_bytes: int = 128 << 20
     """Host memory between KV cache and store, per worker."""
+    start_timeout_s: float = 30.0
+    """Longest wait of start-up for the lookup server, for a machine busy with starting up."""
     reset_timeout_s: float = 30.0
     """A reset that has not drained the saves by then reports failure."""
     close_timeout_s: float = 10.0

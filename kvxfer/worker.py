@@ -290,6 +290,7 @@ class KVXferWorker:
             self.lookup,
             self.reset,
             self.set_key_spaces,
+            max_queued=self._config.max_lookups_in_flight,
             close_timeout_s=self._config.close_timeout_s,
         )
 

@@ -51,9 +51,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CONNECT_TIMEOUT_S = 30.0
-"""A local connection takes milliseconds; the rest is for a machine busy with starting up."""
-
 
 class Lookups(Protocol):
     """The part of ``lookup.LookupClient`` that the scheduler side uses."""
@@ -122,7 +119,13 @@ class KVXferScheduler:
         warn_of_settings(vllm_config)
         facts = read_engine(vllm_config, kv_cache_config, config)
         endpoint = Endpoint.for_engine(facts.engine_id, facts.dp_rank)
-        return cls(config, facts, LookupClient(endpoint, timeout_s=config.lookup_timeout_s))
+        lookups = LookupClient(
+            endpoint,
+            timeout_s=config.lookup_timeout_s,
+            max_in_flight=config.max_lookups_in_flight,
+            max_questions=config.max_open_lookups,
+        )
+        return cls(config, facts, lookups)
 
     def bind_gpu_block_pool(self, pool: BlockPool) -> None:
         """Take the pool whose blocks saves pin."""
@@ -263,7 +266,7 @@ class KVXferScheduler:
             logger.error(
                 "the lookup server did not answer in %g s: lookups may all be misses. Restart the "
                 "engine on a less busy machine.",
-                CONNECT_TIMEOUT_S,
+                self._config.start_timeout_s,
             )
 
     def reset(self) -> bool:
@@ -305,7 +308,7 @@ class KVXferScheduler:
             key_prefixes=tuple(dict.fromkeys(p for h in handshakes for p in h.key_prefixes)),
             eagle_groups=tuple(i for i, group in enumerate(self._facts.groups) if group.eagle),
         )
-        return self._lookups.send_key_spaces(spaces.encode(), CONNECT_TIMEOUT_S)
+        return self._lookups.send_key_spaces(spaces.encode(), self._config.start_timeout_s)
 
     def _go_without(self) -> bool:
         """Wait for rank 0 alone; whether it answered."""
@@ -315,7 +318,7 @@ class KVXferScheduler:
                 "of the other pipeline stages: there will be no hits. In MultiConnector, list "
                 "KVXferConnector first, or set pipeline_parallel_size to 1."
             )
-        return self._lookups.ping(CONNECT_TIMEOUT_S)
+        return self._lookups.ping(self._config.start_timeout_s)
 
     # Lookups
 
