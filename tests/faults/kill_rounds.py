@@ -95,7 +95,7 @@ class EngineRounds:
         self._folder, self._dice = folder, dice
         (folder / "model").mkdir()
         self._model = write_tiny_llama(folder / "model")
-        self._uris = [f"lmdb://{folder}/{name}?capacity=64MiB" for name in ("right", "killed")]
+        self._uris = [f"lmdb://{folder}/{name}?capacity=512MiB" for name in ("right", "killed")]
         self._num_started = 0
         self._draw = Prompts(dice.randrange(1 << 30)).draw
         self._known = {}
