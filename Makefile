@@ -26,6 +26,7 @@ SANITIZE_TESTS := tests/sanitize tests/unit/blocks tests/unit/hits tests/unit/te
     tests/property/test_block_copy.py tests/property/test_block_copy_runs.py tests/integration/test_stress.py
 FUZZ_SECONDS := 60
 SOAK_MINUTES := 10
+SOAK_STORE := lmdb
 KILL_ROUNDS := 50
 FUZZ_EXAMPLES := 20000
 RATIOS := $(wildcard benchmarks/ratios_*.py)
@@ -72,8 +73,8 @@ fuzz-frames: setup-core ## fuzz what reads the lookup channel, for FUZZ_SECONDS=
 	cd build/fuzz && PYTHONPATH=$(CURDIR) $(CURDIR)/$(BIN)/python \
 	    $(CURDIR)/tests/fuzz/fuzz_frames.py frames -max_total_time=$(FUZZ_SECONDS)
 
-soak: setup ## run engines over a faulty store, under random traffic, for SOAK_MINUTES=10
-	$(ENV) $(BIN)/python scripts/soak.py --minutes $(SOAK_MINUTES) --store lmdb
+soak: setup ## run engines over a faulty store, under random traffic, for SOAK_MINUTES=10 on SOAK_STORE=lmdb
+	$(ENV) $(BIN)/python scripts/soak.py --minutes $(SOAK_MINUTES) --store $(SOAK_STORE)
 	KVXFER_STRESS_SECONDS=60 $(BIN)/pytest --quiet tests/integration/test_stress.py
 
 kill-loop: setup ## kill processes in the middle of saves and loads, KILL_ROUNDS=50 times

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from kvxfer.stores import Store, open_store
+from kvxfer.stores import Outcome, Store, open_store
 from kvxfer.stores.mooncake_client import Client
 from kvxfer.stores.mooncake_memory import Buffer
 from kvxfer.stores.mooncake_native import bound_client
@@ -77,11 +77,11 @@ class Packed:
     def put(self, names: list[str]) -> int:
         """Return how many values failed."""
         outcomes = self.store.put_from([name.encode() for name in names], self._views)
-        return sum(not outcome.stored for outcome in outcomes)
+        return len(names) - outcomes.count(Outcome.OK)
 
     def get(self, names: list[str]) -> int:
         outcomes = self.store.get_into([name.encode() for name in names], self._views)
-        return sum(outcome.name != "OK" for outcome in outcomes)
+        return len(names) - outcomes.count(Outcome.OK)
 
     def count_present(self, names: list[str]) -> int:
         return sum(self.store.exists([name.encode() for name in names]))
@@ -94,19 +94,26 @@ class Packed:
 
 
 class Scatter:
-    """The in-tree connector's calls: a list of addresses per value, a segment per layer."""
+    """The in-tree connector's calls: a list of addresses per value, a segment per layer.
+
+    The lists are made for every call, as for the blocks of a request.
+    """
 
     def __init__(self, native: Any, config: Any, blocks: Blocks) -> None:
         self._native, self._config, self.blocks = native, config, blocks
         buffer = Buffer.of(blocks.cache_view)
         assert native.register_buffer(buffer.ptr, buffer.num_bytes) == 0
         num_layers, num_blocks, segment_bytes = blocks.shape
-        strides = [layer * num_blocks for layer in range(num_layers)]
-        self._ptrs = [
-            [buffer.ptr + (stride + block) * segment_bytes for stride in strides]
-            for block in range(num_blocks)
+        self._layers = [
+            buffer.ptr + layer * num_blocks * segment_bytes for layer in range(num_layers)
         ]
-        self._sizes = [[segment_bytes] * num_layers] * num_blocks
+
+    def _places(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Return addresses and sizes of the segments of every value."""
+        num_layers, num_blocks, segment_bytes = self.blocks.shape
+        offsets = range(0, num_blocks * segment_bytes, segment_bytes)
+        ptrs = [[layer + offset for layer in self._layers] for offset in offsets]
+        return ptrs, [[segment_bytes] * num_layers for _ in offsets]
 
     def pack(self) -> None:
         """Nothing: the transport gathers."""
@@ -116,13 +123,11 @@ class Scatter:
 
     def put(self, names: list[str]) -> int:
         assert not any(self._native.batch_is_exist(names))  # which that connector asks as well
-        codes = self._native.batch_put_from_multi_buffers(
-            names, self._ptrs, self._sizes, self._config
-        )
+        codes = self._native.batch_put_from_multi_buffers(names, *self._places(), self._config)
         return sum(code != 0 for code in codes)
 
     def get(self, names: list[str]) -> int:
-        codes = self._native.batch_get_into_multi_buffers(names, self._ptrs, self._sizes)
+        codes = self._native.batch_get_into_multi_buffers(names, *self._places())
         return sum(code != self.blocks.value_bytes for code in codes)
 
     def count_present(self, names: list[str]) -> int:

@@ -11,5 +11,5 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(TESTS / "faults"), str(TESTS / "integration" / "engines")]
+    sys.path[:0] = [str(TESTS), str(TESTS / "faults"), str(TESTS / "integration" / "engines")]
     runpy.run_module("soak", run_name="__main__")

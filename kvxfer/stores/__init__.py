@@ -26,6 +26,8 @@ embedded backend:
         Client                  one native client (mooncake_native imports and bounds it); its codes
           (mooncake_client)     in words are mooncake_codes, its keys' names mooncake_names
 
+``python -m kvxfer.stores.mooncake_owner`` lends memory to a pool without an engine.
+
 Callers are ``lookup`` (exists), ``transfer`` (get, put) and ``worker`` (open, remove, close). A
 store knows nothing of blocks or engines; ``keys`` gives the key bytes their meaning.
 """

@@ -104,6 +104,8 @@ class Client:
         except Exception:
             logger.exception("a call of the Mooncake client raised")
             answer = []
+        if len(answer) == num_names and set(map(type, answer)) <= {int}:
+            return answer
         codes = [code if isinstance(code, int) else NO_ANSWER for code in answer[:num_names]]
         return codes + [NO_ANSWER] * (num_names - len(codes))
 

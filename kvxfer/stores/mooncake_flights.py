@@ -5,32 +5,57 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
 
 from kvxfer.stores.base import Outcome
-from kvxfer.stores.mooncake_memory import Buffer
+from kvxfer.stores.mooncake_memory import Buffer, Buffers
 
 
-@dataclass(slots=True, eq=False)
 class Flight:
-    """A transfer under way: its leader moves the bytes, its followers wait for the outcome."""
+    """The transfers of one call: it leads some of its keys and follows other calls in the rest.
 
-    key: Hashable
-    landing: Buffer
-    followers: list[Buffer] | None = None
-    outcome: Outcome | None = None
-    """None until it has landed."""
+    Rows are positions among the call's keys. ``land`` every row of ``led``, in any number of
+    steps; then ``wait``. A row lands once.
+    """
 
+    def __init__(self, flights: Flights, keys: Sequence[Hashable], buffers: Buffers) -> None:
+        self._flights = flights
+        self._rows: dict[Hashable, int] = {}  # guarded by the lock of the flights
+        self.keys, self.buffers = keys, buffers
+        self.outcomes: list[Outcome | None] = [None] * len(keys)
+        """By row; None until it has landed."""
+        self.led: Sequence[int] = range(len(keys))
+        self.followed: list[tuple[int, Flight, int]] = []
+        """Own row, and the flight and row that it follows, which may be this flight."""
+        self.followers: dict[int, list[Buffer]] = {}
+        """By row; guarded by the lock of the flights, and final once the row's key is free."""
 
-Placed = tuple[int, Flight]
-"""A flight, and its position among the keys of a claim."""
+    def row_of(self, key: Hashable) -> int:
+        """Return the first row of a key; holds the lock of the flights."""
+        if not self._rows:
+            self._rows = {key: row for row, key in reversed(list(enumerate(self.keys)))}
+        return self._rows[key]
+
+    @property
+    def not_landed(self) -> list[int]:
+        """The rows that are led and have not landed."""
+        return [row for row in self.led if self.outcomes[row] is None]
+
+    def land(self, rows: Sequence[int], outcomes: Sequence[Outcome]) -> None:
+        """End rows: followers get the outcome and, of a load that is OK, the bytes."""
+        self._flights.land(self, rows, outcomes)
+
+    def wait(self) -> list[Outcome]:
+        """Return (n,) the outcome of every key, once those that are followed have landed."""
+        for row, leader, at in self.followed:
+            self.outcomes[row] = self._flights.wait(leader, at)
+        return [outcome for outcome in self.outcomes if outcome is not None]
 
 
 class Flights:
-    """The transfers of one act in this process; ``claim``, ``land`` what is led, then ``wait``.
+    """The transfers of one act in this process; any number of threads.
 
-    A claim leads what nobody else leads and follows the rest. Whoever leads lands everything
+    A call leads the keys that nobody else leads and follows the rest. It lands all that it leads
     before it waits for anybody, so no two calls wait for each other. Followers of a load get a
     copy of the bytes: the wire carries them once.
     """
@@ -40,48 +65,52 @@ class Flights:
         self._changed = threading.Condition()
         self._under_way: dict[Hashable, Flight] = {}  # guarded by _changed
 
-    def claim(
-        self, keys: Iterable[Hashable], landings: Sequence[Buffer]
-    ) -> tuple[list[Placed], list[Placed]]:
-        """Return the flights to lead and those to follow, each with its position."""
-        led, followed = [], []
+    def claim(self, keys: Sequence[Hashable], buffers: Buffers) -> Flight:
+        """Return the flight of a call; ``buffers`` (n,) are what its keys are read or written."""
+        flight = Flight(self, keys, buffers)
+        ours = dict.fromkeys(keys, flight)
         with self._changed:
-            for idx, (key, landing) in enumerate(zip(keys, landings, strict=True)):
-                flight = self._under_way.get(key)
-                if flight is None:
-                    flight = self._under_way[key] = Flight(key, landing)
-                    led.append((idx, flight))
-                else:
-                    flight.followers = [*(flight.followers or ()), landing]
-                    followed.append((idx, flight))
-        return led, followed
+            if len(ours) == len(keys) and self._under_way.keys().isdisjoint(ours):
+                self._under_way |= ours
+            else:
+                self._claim_each(flight)
+        return flight
 
-    def land(self, flights: Iterable[Flight], outcomes: Iterable[Outcome]) -> None:
-        """End flights: followers get the outcome and, of a load that is OK, the bytes.
-
-        A flight that has landed before keeps its outcome.
-        """
-        pairs = zip(flights, outcomes, strict=False)  # outcomes may repeat one for ever
-        landing = [(flight, outcome) for flight, outcome in pairs if flight.outcome is None]
+    def land(self, flight: Flight, rows: Sequence[int], outcomes: Sequence[Outcome]) -> None:
+        """See ``Flight.land``."""
         with self._changed:
-            for flight, _ in landing:
-                del self._under_way[flight.key]  # from here on nobody follows it
-        for flight, outcome in landing:
-            if flight.followers and self._copies and outcome is Outcome.OK:
-                for follower in flight.followers:
-                    copy_bytes(follower.ptr, flight.landing.ptr, follower.num_bytes)
+            for row in rows:
+                del self._under_way[flight.keys[row]]  # from here on nobody follows it
+        if self._copies and flight.followers:
+            for row, outcome in zip(rows, outcomes, strict=True):
+                if outcome is Outcome.OK:
+                    for follower in flight.followers.get(row, ()):
+                        copy_bytes(follower.ptr, flight.buffers[row].ptr, follower.num_bytes)
         with self._changed:
-            for flight, outcome in landing:
-                flight.outcome = outcome
+            for row, outcome in zip(rows, outcomes, strict=True):
+                flight.outcomes[row] = outcome
             self._changed.notify_all()
 
-    def wait(self, flight: Flight) -> Outcome:
-        """Return the outcome of a flight, once its leader has landed it."""
-        if flight.outcome is None:
-            with self._changed:
-                self._changed.wait_for(lambda: flight.outcome is not None)
-        assert flight.outcome is not None
-        return flight.outcome
+    def wait(self, flight: Flight, row: int) -> Outcome:
+        """Return the outcome of a row, once its flight has landed it."""
+        with self._changed:
+            self._changed.wait_for(lambda: flight.outcomes[row] is not None)
+        outcome = flight.outcomes[row]
+        assert outcome is not None
+        return outcome
+
+    def _claim_each(self, flight: Flight) -> None:
+        """Lead or follow key by key; holds the lock."""
+        led: list[int] = []
+        for row, key in enumerate(flight.keys):
+            leader = self._under_way.setdefault(key, flight)
+            at = leader.row_of(key)
+            if leader is flight and at == row:
+                led.append(row)
+            else:
+                leader.followers.setdefault(at, []).append(flight.buffers[row])
+                flight.followed.append((row, leader, at))
+        flight.led = led
 
 
 def copy_bytes(target_ptr: int, source_ptr: int, num_bytes: int) -> None:

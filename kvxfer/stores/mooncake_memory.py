@@ -7,9 +7,11 @@ import bisect
 import contextlib
 import ctypes
 import mmap
+import operator
 import queue
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -46,6 +48,28 @@ class Buffer(NamedTuple):
         return cls(ptr, view.nbytes, view)
 
 
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """Bytes at many addresses, column by column, kept alive by ``owners``."""
+
+    ptrs: Sequence[int]
+    sizes: Sequence[int]
+    owners: Sequence[object]
+
+    @classmethod
+    def of(cls, views: Sequence[memoryview]) -> Buffers:
+        """Return where one-dimensional byte views lie; see ``Buffer.of``."""
+        try:
+            ptrs = list(map(ctypes.addressof, map(ctypes.c_char.from_buffer, views)))
+        except (TypeError, ValueError):  # read-only, or empty
+            ptrs = [Buffer.of(view).ptr for view in views]
+        return cls(ptrs, [view.nbytes for view in views], views)
+
+    def __getitem__(self, row: int) -> Buffer:
+        """Return one of them."""
+        return Buffer(self.ptrs[row], self.sizes[row], self.owners[row])
+
+
 class Memory:
     """What is registered with the client, by address; survives the client, for its successor.
 
@@ -70,20 +94,24 @@ class Memory:
     def register(self, view: memoryview) -> None:
         """Register a buffer, once; ``StoreError`` where the client refuses or it overlaps."""
         region = Buffer.of(view)
-        if not region.num_bytes or not any(self.outside([region])):
+        if not region.num_bytes or not any(self.outside([region.ptr], [region.num_bytes])):
             return
         with self._lock:
             self._add(region)
 
-    def outside(self, buffers: Sequence[Buffer]) -> list[bool]:
-        """Return (n,) whether a buffer does not lie in one registered region."""
+    def outside(self, ptrs: Sequence[int], sizes: Sequence[int]) -> list[bool]:
+        """Return (n,) whether bytes do not lie in one registered region."""
         with self._lock:
             starts = [region.ptr for region in self._regions]
             stops = [region.ptr + region.num_bytes for region in self._regions]
+        ends = list(map(operator.add, ptrs, sizes))
+        at = bisect.bisect_right(starts, min(ptrs, default=0)) - 1
+        if at >= 0 and max(ends, default=0) <= stops[at]:
+            return [False] * len(ends)  # as a transfer's are, which all lie in its slot
         outside = []
-        for ptr, num_bytes, _ in buffers:
+        for ptr, end in zip(ptrs, ends, strict=True):
             at = bisect.bisect_right(starts, ptr) - 1
-            outside.append(at < 0 or ptr + num_bytes > stops[at])
+            outside.append(at < 0 or end > stops[at])
         return outside
 
     @contextlib.contextmanager

@@ -63,7 +63,7 @@ class MooncakeOptions:
     soft_pin: bool = False
     timeout_s: float = 10.0
     batch_keys: int = 256
-    batch_bytes: int = 32 << 20
+    batch_bytes: int = 64 << 20
     in_flight: int = 1024
     metrics_port: int = 9003
     check: bool = True
@@ -108,7 +108,7 @@ class MooncakeOptions:
             soft_pin=_flag(given, "soft_pin"),
             timeout_s=_timeout_s(given),
             batch_keys=_count(given, "batch_keys", 256),
-            batch_bytes=parse_size(given.get("batch_bytes", "32MiB"), "batch_bytes"),
+            batch_bytes=parse_size(given.get("batch_bytes", "64MiB"), "batch_bytes"),
             in_flight=_count(given, "in_flight", 1024),
             metrics_port=_count(given, "metrics_port", 9003),
             check=_flag(given, "check", default="yes"),

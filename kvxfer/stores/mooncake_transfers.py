@@ -20,9 +20,9 @@ from kvxfer.stores.mooncake_codes import (
     put_outcome,
 )
 from kvxfer.stores.mooncake_counts import Counts
-from kvxfer.stores.mooncake_flights import Flight, Flights, Placed, copy_bytes
+from kvxfer.stores.mooncake_flights import Flight, Flights, copy_bytes
 from kvxfer.stores.mooncake_link import Link, State
-from kvxfer.stores.mooncake_memory import SLOT_BYTES, Buffer, Memory
+from kvxfer.stores.mooncake_memory import SLOT_BYTES, Buffers, Memory
 from kvxfer.stores.mooncake_options import MooncakeOptions
 from kvxfer.stores.mooncake_pressure import Pressure
 from kvxfer.stores.mooncake_wire import Side, Wire, cut
@@ -34,14 +34,43 @@ DISK_ALIGN = 4096
 """An owner of a disk tier stages a value from one multiple of this to another, and one beside."""
 
 
-@dataclass(slots=True)
-class Piece:
-    """One value of a batch; ``at`` is where the client reads or writes it."""
+@dataclass(frozen=True, slots=True)
+class Values:
+    """Values of one call that travel together, column by column, each (n,); rows of a flight."""
 
-    name: str
-    buffer: Buffer
     flight: Flight
-    at: int = 0
+    rows: Sequence[int]
+    names: Sequence[str]
+    ptrs: Sequence[int]
+    sizes: Sequence[int]
+
+    @classmethod
+    def led_by(cls, flight: Flight, names: Sequence[str], buffers: Buffers) -> Values:
+        """Return what the flight leads; ``names`` and ``buffers`` are of all its rows."""
+        values = cls(flight, range(len(names)), names, buffers.ptrs, buffers.sizes)
+        return values if len(flight.led) == len(names) else values.pick(flight.led)
+
+    def __len__(self) -> int:
+        """Return how many."""
+        return len(self.names)
+
+    def part(self, places: range) -> Values:
+        """Return those from one place to another."""
+        if len(places) == len(self):
+            return self
+        cut = slice(places.start, places.stop)
+        columns = (self.rows, self.names, self.ptrs, self.sizes)
+        return Values(self.flight, *(column[cut] for column in columns))  # type: ignore[arg-type]
+
+    def pick(self, places: Sequence[int]) -> Values:
+        """Return those at some places."""
+        columns = (self.rows, self.names, self.ptrs, self.sizes)
+        picked = ([column[place] for place in places] for column in columns)
+        return Values(self.flight, *picked)  # type: ignore[arg-type]
+
+    def land(self, outcomes: Sequence[Outcome]) -> None:
+        """Tell how they fared."""
+        self.flight.land(self.rows, outcomes)
 
 
 class Transfers:
@@ -64,102 +93,99 @@ class Transfers:
         self, client: Client, names: Sequence[str], views: Sequence[memoryview]
     ) -> list[Outcome]:
         """Copy values into views; one outcome per name. Equal names and sizes travel once."""
-        buffers = [Buffer.of(view) for view in views]
-        keys = [(name, buffer.num_bytes) for name, buffer in zip(names, buffers, strict=True)]
-        led, followed = self._gets.claim(keys, buffers)
-        pieces = [Piece(names[idx], buffers[idx], flight) for idx, flight in led]
-        with self._landing(self._gets, led, followed) as outcomes:
-            for part in _without_equal_names(self._within_staging(pieces)):
-                sizes = [self._load_cost(piece) for piece in part]
-                for rows in cut(sizes, self._options.most_keys, self._options.most_load_bytes):
-                    self._run(part[rows.start : rows.stop], Side.LOAD, client)
-        self._counts.add("get_shared", len(followed))
-        return outcomes
+        buffers = Buffers.of(views)
+        flight = self._gets.claim(list(zip(names, buffers.sizes, strict=True)), buffers)
+        with self._landing(flight):
+            values = self._within_staging(Values.led_by(flight, names, buffers))
+            for part in _without_equal_names(values):
+                costs = self._load_costs(part.sizes)
+                for places in cut(costs, self._options.most_keys, self._options.most_load_bytes):
+                    self._run(part.part(places), Side.LOAD, client)
+        self._counts.add("get_shared", len(flight.followed))
+        return flight.wait()
 
     def put(
         self, client: Client, names: Sequence[str], views: Sequence[memoryview]
     ) -> list[Outcome]:
         """Store copies of views; one outcome per name. The first of equal names is stored."""
-        buffers = [Buffer.of(view) for view in views]
-        led, followed = self._puts.claim(names, buffers)
-        pieces = [Piece(names[idx], buffers[idx], flight) for idx, flight in led]
-        with self._landing(self._puts, led, followed) as outcomes:
-            pieces = self._absent(client, pieces)
-            sizes = [piece.buffer.num_bytes for piece in pieces]
-            for rows in cut(sizes, self._options.most_keys, self._options.batch_bytes):
-                batch = pieces[rows.start : rows.stop]
+        buffers = Buffers.of(views)
+        flight = self._puts.claim(names, buffers)
+        with self._landing(flight):
+            values = self._absent(client, Values.led_by(flight, names, buffers))
+            for places in cut(values.sizes, self._options.most_keys, self._options.batch_bytes):
+                batch = values.part(places)
                 if self.pressure.is_on:
                     self._counts.add("put_backed_off", len(batch))
-                    self._land(self._puts, batch, [Outcome.NO_SPACE] * len(batch))
+                    batch.land([Outcome.NO_SPACE] * len(batch))
                 else:
                     self._run(batch, Side.SAVE, client)
-        for idx, _ in followed:
-            if outcomes[idx] is Outcome.OK:
-                outcomes[idx] = Outcome.EXISTS
+        outcomes = flight.wait()
+        for row, _, _ in flight.followed:
+            if outcomes[row] is Outcome.OK:
+                outcomes[row] = Outcome.EXISTS
         return outcomes
 
     # Batches
 
-    def _run(self, batch: Sequence[Piece], side: Side, client: Client) -> None:
-        """Place a batch in registered memory, in parts that fit the bounce buffer, and move it."""
-        outside = self._memory.outside([piece.buffer for piece in batch])
-        costs = [
-            -(-piece.buffer.num_bytes // ALIGN) * ALIGN if out else 0
-            for piece, out in zip(batch, outside, strict=True)
-        ]
-        for rows in cut(costs, len(batch), SLOT_BYTES):
-            part = batch[rows.start : rows.stop]
-            flights = self._gets if side is Side.LOAD else self._puts
+    def _run(self, batch: Values, side: Side, client: Client) -> None:
+        """Move a batch, in parts that fit the bounce buffer where it is not in our memory."""
+        outside = self._memory.outside(batch.ptrs, batch.sizes)
+        costs = [0] * len(batch)
+        if True in outside:
+            aligned = (-(-size // ALIGN) * ALIGN for size in batch.sizes)
+            costs = [cost * out for cost, out in zip(aligned, outside, strict=True)]
+        move = self._load if side is Side.LOAD else self._save
+        for places in cut(costs, len(batch), SLOT_BYTES):
+            part = batch.part(places)
             if self._link.state is State.DOWN:  # lost since the call began: no more waiting
-                self._land(flights, part, [Outcome.FAILED] * len(part))
+                part.land([Outcome.FAILED] * len(part))
                 continue
-            move = self._load if side is Side.LOAD else self._save
-            with self._placed(part, costs[rows.start : rows.stop], side) as bounced:
-                outcomes = move(client, part)
-                if side is Side.LOAD:
-                    for piece, outcome in zip(part, outcomes, strict=True):
-                        if outcome is Outcome.OK and piece.at in bounced:
-                            copy_bytes(piece.buffer.ptr, piece.at, piece.buffer.num_bytes)
-            self._land(flights, part, outcomes)
+            with self._placed(part, costs[places.start : places.stop], side) as ptrs:
+                outcomes = move(client, part, ptrs)
+                if side is Side.LOAD and ptrs is not part.ptrs:
+                    _copy_loaded(part, ptrs, outcomes)
+            part.land(outcomes)
 
     @contextlib.contextmanager
-    def _placed(self, part: Sequence[Piece], costs: Sequence[int], side: Side) -> Iterator[range]:
-        """Say of each piece where the client finds it; yield the addresses that bounce."""
+    def _placed(self, part: Values, costs: Sequence[int], side: Side) -> Iterator[Sequence[int]]:
+        """Yield where the client finds each value: ``part.ptrs``, or in a slot if it bounces."""
         total = sum(costs)
         if not total:
-            for piece in part:
-                piece.at = piece.buffer.ptr
-            yield range(0)
+            yield part.ptrs
             return
         with self._memory.borrow(total) as slot:
-            at = slot.ptr
-            for piece, cost in zip(part, costs, strict=True):
-                piece.at = at if cost else piece.buffer.ptr
-                if cost and side is Side.SAVE:
-                    copy_bytes(at, piece.buffer.ptr, piece.buffer.num_bytes)
-                at += cost
-            yield range(slot.ptr, slot.ptr + total)
+            ends = itertools.accumulate(costs, initial=slot.ptr)
+            places = zip(ends, costs, part.ptrs, strict=False)
+            ptrs = [end if cost else ptr for end, cost, ptr in places]
+            if side is Side.SAVE:
+                for at, ptr, size in zip(ptrs, part.ptrs, part.sizes, strict=True):
+                    if at != ptr:
+                        copy_bytes(at, ptr, size)
+            yield ptrs
 
-    def _load(self, client: Client, part: Sequence[Piece]) -> list[Outcome]:
-        names = [piece.name for piece in part]
-        codes = self._call(Side.LOAD, client.get, part)
+    def _load(self, client: Client, part: Values, ptrs: Sequence[int]) -> list[Outcome]:
+        codes = self._call(Side.LOAD, client.get, part, ptrs)
+        if codes == part.sizes:
+            return [Outcome.OK] * len(part)
         doubtful = [
-            name for name, code in zip(names, codes, strict=True) if code in MAYBE_WRONG_SIZE
+            name for name, code in zip(part.names, codes, strict=True) if code in MAYBE_WRONG_SIZE
         ]
         stored = sizes_by_name(client, doubtful) if self._link.state is State.UP else {}
         outcomes = []
-        for piece, code in zip(part, codes, strict=True):
-            size = piece.buffer.num_bytes
+        for name, size, code in zip(part.names, part.sizes, codes, strict=True):
             outcome = get_outcome(code, size)
-            if outcome is Outcome.FAILED and stored.get(piece.name, size) != size:
+            if outcome is Outcome.FAILED and stored.get(name, size) != size:
                 outcome = Outcome.WRONG_SIZE
             if outcome is not Outcome.OK:
                 self._note("get", code, outcome)
             outcomes.append(outcome)
         return outcomes
 
-    def _save(self, client: Client, part: Sequence[Piece]) -> list[Outcome]:
-        codes = self._call(Side.SAVE, client.put, part)
+    def _save(self, client: Client, part: Values, ptrs: Sequence[int]) -> list[Outcome]:
+        codes = self._call(Side.SAVE, client.put, part, ptrs)
+        if not any(codes):
+            self.pressure.stored()
+            return [Outcome.OK] * len(part)
         outcomes = [put_outcome(code) for code in codes]
         for code, outcome in zip(codes, outcomes, strict=True):
             if not outcome.stored:
@@ -174,27 +200,24 @@ class Transfers:
         self,
         side: Side,
         call: Callable[[Sequence[str], Sequence[int], Sequence[int]], list[int]],
-        part: Sequence[Piece],
+        part: Values,
+        ptrs: Sequence[int],
     ) -> list[int]:
         with self._wire.admit(side, len(part)):
-            codes = call(
-                [piece.name for piece in part],
-                [piece.at for piece in part],
-                [piece.buffer.num_bytes for piece in part],
-            )
+            codes = call(part.names, ptrs, part.sizes)
         self._link.note(codes)
         return codes
 
-    def _absent(self, client: Client, pieces: Sequence[Piece]) -> list[Piece]:
+    def _absent(self, client: Client, values: Values) -> Values:
         """Land what is stored already, and what cannot be known; return the rest."""
-        present = self.present(client, [piece.name for piece in pieces])
-        absent = []
-        for piece, code in zip(pieces, present, strict=True):
-            if code == 0:
-                absent.append(piece)
-            else:
-                self._puts.land([piece.flight], [Outcome.EXISTS if code == 1 else Outcome.FAILED])
-        return absent
+        codes = self.present(client, values.names)
+        if not any(codes):
+            return values
+        known = [place for place, code in enumerate(codes) if code != 0]
+        values.pick(known).land(
+            [Outcome.EXISTS if codes[place] == 1 else Outcome.FAILED for place in known]
+        )
+        return values.pick([place for place, code in enumerate(codes) if code == 0])
 
     def present(self, client: Client, names: Sequence[str]) -> list[int]:
         """Return 1, 0 or an error code per name, asked in bounded batches."""
@@ -206,50 +229,40 @@ class Transfers:
             self._link.note(codes)
         return codes + [NO_ANSWER] * (len(names) - len(codes))
 
-    def _load_cost(self, piece: Piece) -> int:
-        """Return the bytes that a load takes, of an owner's staging where there is a disk tier."""
-        size = piece.buffer.num_bytes
+    def _load_costs(self, sizes: Sequence[int]) -> Sequence[int]:
+        """Return the bytes that loads take, of an owner's staging where there is a disk tier."""
         if self._options.staging_bytes is None:
-            return size
-        return -(-size // DISK_ALIGN) * DISK_ALIGN + 2 * DISK_ALIGN
+            return sizes
+        return [-(-size // DISK_ALIGN) * DISK_ALIGN + 2 * DISK_ALIGN for size in sizes]
 
-    def _within_staging(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Fail the values that no owner of a disk tier can stage; return the others."""
+    def _within_staging(self, values: Values) -> Values:
+        """Leave out the values that no owner of a disk tier can stage: they fail."""
         budget = self._options.staging_bytes
         if budget is None:
-            return list(pieces)
-        fitting = [piece for piece in pieces if self._load_cost(piece) <= budget]
-        if len(fitting) < len(pieces):
-            self._counts.add("get_oversize", len(pieces) - len(fitting))
+            return values
+        costs = self._load_costs(values.sizes)
+        fitting = [place for place, cost in enumerate(costs) if cost <= budget]
+        if num_oversize := len(values) - len(fitting):
+            self._counts.add("get_oversize", num_oversize)
             self._counts.complain(
                 "a value is too large for the disk tier's staging",
                 f"it holds {budget} bytes (MOONCAKE_OFFLOAD_LOCAL_BUFFER_SIZE_BYTES)",
             )
-        return fitting
-
-    def _land(self, flights: Flights, part: Sequence[Piece], outcomes: Sequence[Outcome]) -> None:
-        flights.land([piece.flight for piece in part], outcomes)
+        return values.pick(fitting)
 
     @contextlib.contextmanager
-    def _landing(
-        self,
-        flights: Flights,
-        led: Sequence[Placed],
-        followed: Sequence[Placed],
-    ) -> Iterator[list[Outcome]]:
-        """Yield the list of outcomes, filled at the end: first of what is led, then the rest.
+    def _landing(self, flight: Flight) -> Iterator[None]:
+        """Land at the end, as failed, what has not landed, whatever raised meanwhile.
 
-        What was not landed by then failed; so did all that no memory could be borrowed for.
+        Among that is all that no memory could be borrowed for.
         """
-        outcomes = [Outcome.FAILED] * (len(led) + len(followed))
         try:
-            yield outcomes
+            yield
         except OSError as error:  # StoreError is one
             self._counts.complain("no memory to bounce values through", error)
         finally:
-            flights.land((flight for _, flight in led), itertools.repeat(Outcome.FAILED))
-        for idx, flight in (*led, *followed):
-            outcomes[idx] = flights.wait(flight)
+            if rows := flight.not_landed:
+                flight.land(rows, [Outcome.FAILED] * len(rows))
 
     def _note(self, act: str, code: int, outcome: Outcome) -> None:
         """Count a failure by its own name, and log it and a lack of room."""
@@ -260,14 +273,18 @@ class Transfers:
             self._counts.complain(f"a {act} failed", f"{name} ({code})")
 
 
-def _without_equal_names(pieces: list[Piece]) -> Iterator[list[Piece]]:
-    """Yield the pieces in lists of different names: a native get mixes up equal ones."""
-    seen: set[str] = set()
-    now: list[Piece] = []
-    later: list[Piece] = []
-    for piece in pieces:
-        (later if piece.name in seen else now).append(piece)
-        seen.add(piece.name)
-    yield now
-    if later:
-        yield from _without_equal_names(later)
+def _copy_loaded(part: Values, ptrs: Sequence[int], outcomes: Sequence[Outcome]) -> None:
+    """Copy what bounced and arrived to where it was asked for."""
+    places = zip(part.ptrs, ptrs, part.sizes, outcomes, strict=True)
+    for target, source, size, outcome in places:
+        if outcome is Outcome.OK and source != target:
+            copy_bytes(target, source, size)
+
+
+def _without_equal_names(values: Values) -> Iterator[Values]:
+    """Yield the values in lists of different names: a native get mixes up equal ones."""
+    while len(set(values.names)) < len(values):
+        firsts = {name: place for place, name in reversed(list(enumerate(values.names)))}.values()
+        yield values.pick(sorted(firsts))
+        values = values.pick(sorted(set(range(len(values))) - set(firsts)))
+    yield values

@@ -71,6 +71,9 @@ def cut(sizes: Sequence[int], most_keys: int, most_bytes: int) -> Iterator[range
 
     ``sizes`` (n,) bytes of each entry. An entry above ``most_bytes`` is a range of its own.
     """
+    if 0 < len(sizes) <= most_keys and sum(sizes) <= most_bytes:
+        yield range(len(sizes))
+        return
     start, total = 0, 0
     for idx, size in enumerate(sizes):
         if idx > start and (idx - start >= most_keys or total + size > most_bytes):

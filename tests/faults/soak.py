@@ -2,12 +2,14 @@
 """Soak: an engine over a faulty store, under random traffic, against an engine without connector.
 
     python scripts/soak.py --minutes 10 --store lmdb
+    python scripts/soak.py --minutes 10 --store mooncake
 
 Two models in turn, one of full attention and one hybrid. Traffic comes in waves: new and continued
 conversations over shared prefixes, repeated prompts, aborts, a cache so small that requests are
 preempted, now and then an emptied local cache or a reset of the store. Each wave has its own mix
 of faults. Every answer is compared with the plain engine's. Exit status 1 for a wrong answer, a
-request without one, blocks that stay in use, or an engine that died.
+request without one, blocks that stay in use, or an engine that died. With ``mooncake`` each turn
+of a model has a master and the owner of a segment of its own.
 """
 
 import argparse
@@ -25,6 +27,7 @@ from engine_families import FAMILIES, write_family
 from engine_faults import ALL_FAULTS, TIMEOUTS, count_faults, inject, one_thread_each
 from engine_harness import Engine, EngineFailedError, EngineSettings
 from engine_models import TINY, write_tiny_llama
+from mooncake_servers import MIB, servers
 
 MODELS = ("full_attention", "hybrid")
 SEGMENT_S = 300.0
@@ -34,6 +37,8 @@ NUM_BLOCKS = 32
 MAX_PROMPT_TOKENS = 440
 ANSWER_TOKENS = (2, 12, 40)
 STUCK_AFTER_S = 60.0
+STORE_TIMEOUT_S = 10
+"""Of a Mooncake client; the jobs over it end before, by their own deadlines."""
 LOGPROB_TOLERANCE = 0.001
 """Kernels round by the shape of the whole batch; two tokens this close may change places."""
 
@@ -230,16 +235,26 @@ def soak(minutes, store, seed, folder, *, checksums=True):
             tally = tallies.setdefault(model, Tally())
             place = folder / f"{model}-{turn}"
             place.mkdir()
-            uri = f"lmdb://{place}/store?capacity=64MiB" if store == "lmdb" else store
             dice = random.Random(f"{seed}/{model}/{turn}")
             seconds = minutes * 60 / len(MODELS) / num_turns
             try:
-                run_turn(model, uri, place, seconds, dice, tally, checksums=checksums)
+                with store_uri(store, place) as uri:
+                    run_turn(model, uri, place, seconds, dice, tally, checksums=checksums)
             except (EngineFailedError, AssertionError) as error:
                 tally.errors.append(str(error))
             if tally.failed:
                 return tallies
     return tallies
+
+
+@contextlib.contextmanager
+def store_uri(store, folder):
+    """Yield the URI of a new store of 64 MiB, with what serves it, or the one that is given."""
+    if store == "mooncake":
+        with servers(folder, 64 * MIB, lease_ms=2000) as pool:
+            yield pool.master.uri(buffer="8MiB", timeout_s=STORE_TIMEOUT_S)
+    else:
+        yield f"lmdb://{folder}/store?capacity=64MiB" if store == "lmdb" else store
 
 
 def report(tallies):
@@ -267,7 +282,7 @@ def report(tallies):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--store", default="lmdb", help="lmdb, or the URI of a store")
+    parser.add_argument("--store", default="lmdb", help="lmdb, mooncake, or the URI of a store")
     parser.add_argument("--seed", default=str(time.time_ns()))
     parser.add_argument(
         "--checksums",

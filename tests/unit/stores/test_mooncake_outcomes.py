@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import random
 import threading
 
 import pytest
@@ -208,6 +209,15 @@ def test_values_in_registered_memory_are_not_copied(store, native):
     assert buffer[100:108] == b"12345678"
 
 
+def test_values_of_one_call_in_two_regions_are_not_copied(store, native):
+    buffers = [memoryview(bytearray(b"%d" % number) * 64) for number in range(2)]
+    for buffer in buffers:
+        store.register(buffer)
+    assert store.put_from(KEYS[:2], buffers) == [Outcome.OK] * 2
+    assert native.values == {"a": b"0" * 64, "b": b"1" * 64}
+    assert len(native.regions) == 2
+
+
 def test_a_value_larger_than_the_bounce_buffer_has_memory_for_its_call(store, native):
     value = bytes(5 << 20)
     assert store.put_from([b"k"], [memoryview(value)]) == [Outcome.OK]
@@ -304,7 +314,7 @@ def test_gets_of_one_key_at_once_travel_once(store, native):
     assert is_in.wait(10)
     for thread in threads[1:]:
         thread.start()
-    while sum(len(flight.followers or ()) for flight in flights(store)) < 2:
+    while sum(map(len, flights(store)[0].followers.values())) < 2:
         assert threads[1].is_alive()
     may_go.set()
     for thread in threads:
@@ -312,6 +322,37 @@ def test_gets_of_one_key_at_once_travel_once(store, native):
     assert answers == {n: ([Outcome.OK], [bytearray(b"12345678")]) for n in range(3)}
     assert len(native.calls["get"]) == 1
     assert counters(store)["get_shared"] == 2
+
+
+def test_calls_that_share_some_keys_at_once_all_end_with_the_right_bytes(store):
+    keys = [b"k%d" % number for number in range(12)]
+    values = [memoryview(key * 100) for key in keys]
+    put_outcomes, wrong = [], []
+
+    def work(seed):
+        dice = random.Random(seed)
+        for _ in range(150):
+            chosen = dice.choices(range(len(keys)), k=6)  # some twice
+            put_outcomes.extend(
+                store.put_from([keys[at] for at in chosen], [values[at] for at in chosen])
+            )
+            targets = [bytearray(len(values[at])) for at in chosen]
+            outcomes = store.get_into([keys[at] for at in chosen], list(map(memoryview, targets)))
+            wrong.extend(outcome for outcome in outcomes if outcome is not Outcome.OK)
+            wrong.extend(
+                at for at, found in zip(chosen, targets, strict=True) if values[at] != found
+            )
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert wrong == []
+    assert len(put_outcomes) == 4 * 150 * 6
+    assert put_outcomes.count(Outcome.OK) == len(keys)
+    assert set(put_outcomes) == {Outcome.OK, Outcome.EXISTS}
+    assert flights(store) == []
 
 
 def flights(store):

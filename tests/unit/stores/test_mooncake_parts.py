@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvxfer.errors import StoreError
 from kvxfer.stores import Outcome
 from kvxfer.stores.mooncake_flights import Flights
-from kvxfer.stores.mooncake_memory import Buffer
+from kvxfer.stores.mooncake_memory import Buffers
 from kvxfer.stores.mooncake_names import group_of, names_of, prefix_pattern
 from kvxfer.stores.mooncake_native import bound_client, import_client
 from kvxfer.stores.mooncake_pressure import LONGEST_PAUSE_S, Pressure
@@ -172,38 +172,59 @@ def test_a_wire_of_one_segment_serves_both_sides():
 # Flights
 
 
-def buffer(text):
-    return Buffer.of(memoryview(bytearray(text)))
+def buffers(*texts):
+    return Buffers.of([memoryview(bytearray(text)) for text in texts])
+
+
+def claim(flights, keys, *texts):
+    """Return a flight and its buffers."""
+    places = buffers(*texts)
+    return flights.claim(keys, places), places
+
+
+def contents(places):
+    return [bytes(owner) for owner in places.owners]
 
 
 def test_a_flight_shares_its_outcome_and_its_bytes():
     flights = Flights(copies=True)
-    first, second = buffer(b"value"), buffer(b"-----")
-    led, followed = flights.claim(["k"], [first])
-    more_led, more_followed = flights.claim(["k"], [second])
-    assert (followed, more_led) == ([], [])
-    flights.land([led[0][1]], [Outcome.OK])
-    assert flights.wait(more_followed[0][1]) is Outcome.OK
-    assert bytes(second.owner) == b"value"
+    leader, _ = claim(flights, ["k", "l"], b"value", b"other")
+    follower, places = claim(flights, ["m", "l", "k"], b"3", b"-----", b"-----")
+    assert (list(leader.led), leader.followed) == ([0, 1], [])
+    assert follower.led == [0]
+    leader.land([0], [Outcome.OK])
+    leader.land([1], [Outcome.OK])
+    follower.land([0], [Outcome.MISSING])
+    assert leader.wait() == [Outcome.OK] * 2
+    assert follower.wait() == [Outcome.MISSING, Outcome.OK, Outcome.OK]
+    assert contents(places) == [b"3", b"other", b"value"]
 
 
 def test_a_flight_that_failed_leaves_its_followers_untouched():
     flights = Flights(copies=True)
-    led, _ = flights.claim(["k"], [buffer(b"value")])
-    second = buffer(b"-----")
-    _, followed = flights.claim(["k"], [second])
-    flights.land([led[0][1]], [Outcome.MISSING])
-    assert flights.wait(followed[0][1]) is Outcome.MISSING
-    assert bytes(second.owner) == b"-----"
+    leader, _ = claim(flights, ["k"], b"value")
+    follower, places = claim(flights, ["k"], b"-----")
+    leader.land([0], [Outcome.MISSING])
+    assert follower.wait() == [Outcome.MISSING]
+    assert contents(places) == [b"-----"]
 
 
-def test_a_flight_lands_once_and_its_key_is_free_again():
+def test_equal_keys_of_one_flight_follow_the_first():
+    flights = Flights(copies=True)
+    flight, places = claim(flights, ["k", "k", "l", "k"], b"1", b"-", b"2", b"-")
+    assert list(flight.led) == [0, 2]
+    flight.land(flight.led, [Outcome.OK, Outcome.FAILED])
+    assert flight.wait() == [Outcome.OK, Outcome.OK, Outcome.FAILED, Outcome.OK]
+    assert contents(places) == [b"1", b"1", b"2", b"1"]
+
+
+def test_a_key_that_has_landed_is_free_again():
     flights = Flights(copies=False)
-    led, _ = flights.claim(["k"], [buffer(b"1")])
-    flights.land([led[0][1]], [Outcome.OK])
-    again, _ = flights.claim(["k"], [buffer(b"1")])
-    flights.land([led[0][1]], [Outcome.FAILED])
-    assert (led[0][1].outcome, again[0][1].outcome) == (Outcome.OK, None)
+    first, _ = claim(flights, ["k", "l"], b"1", b"1")
+    first.land([0], [Outcome.OK])
+    again, _ = claim(flights, ["k"], b"1")
+    assert first.not_landed == [1]
+    assert again.not_landed == [0]
 
 
 # Pressure
