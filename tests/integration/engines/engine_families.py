@@ -50,7 +50,10 @@ class Family:
     """Whether vLLM computes the same, bit by bit, whatever the chunks of a prefill. Where it does
     not, tests compare with vLLM's own local hit at the same boundary."""
     few_blocks: int | None = None
-    """Blocks of a cache that is too small for six prompts of 129 tokens and 64 more each."""
+    """Blocks of a cache that six prompts of 129 tokens outgrow; None where requests do not grow,
+    or where vLLM computes another result when it computes a chunk again."""
+    forgets: bool = False
+    """Whether outputs no longer depend on a loaded state, damaged or not, some tokens later."""
     keeps_generated: bool = True
     """Whether a second turn can hit beyond the first prompt: recurrent states of generated tokens
     are handed over only where vLLM retains them, at its ``prefix_cache_retention_interval``."""
@@ -139,6 +142,36 @@ FAMILIES = {
         arguments=(("mamba_cache_mode", "align"),),
         few_blocks=17,
         keeps_generated=False,
+    ),
+    "recurrent_alone": Family(
+        {
+            "vocab_size": 512,
+            "torch_dtype": "float32",
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": 0,
+            "architectures": ["Mamba2ForCausalLM"],
+            "model_type": "mamba2",
+            "hidden_size": 128,
+            "num_hidden_layers": 2,
+            "num_heads": 8,
+            "head_dim": 32,
+            "n_groups": 1,
+            "state_size": 16,
+            "conv_kernel": 4,
+            "expand": 2,
+            "chunk_size": 64,
+            "hidden_act": "silu",
+            "layer_norm_epsilon": 1e-5,
+            "use_conv_bias": True,
+            "use_bias": False,
+            "rms_norm": True,
+            "tie_word_embeddings": False,
+            "time_step_limit": [0.0, 1e9],
+        },
+        arguments=(("mamba_cache_mode", "align"),),
+        keeps_generated=False,
+        forgets=True,
     ),
     "hits_below_the_block": Family(
         {

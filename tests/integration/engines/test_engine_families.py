@@ -35,7 +35,7 @@ def engine(engine_pool, family_settings):
     return engine_pool.get(family_settings)
 
 
-def test_warm_outputs_equal_cold_ones(engine, family_store, prompts):
+def test_warm_outputs_equal_cold_ones(engine, family, family_store, prompts):
     """Prompts that end inside a block, on one and one token after, at blocks of 32 and 64.
 
     One at a time: the recurrent kernels round by the shape of the whole batch.
@@ -49,7 +49,8 @@ def test_warm_outputs_equal_cold_ones(engine, family_store, prompts):
         assert after.local_hits == 0
         assert after.external_hits >= (len(prompt) - 1) // 64 * 64
         assert after.outputs == before.outputs
-        assert_loads_matter(engine, [prompt], before)
+        if not family.forgets or len(prompt) - after.external_hits <= 2:
+            assert_loads_matter(engine, [prompt], before)
 
 
 def test_second_turn_hits_what_the_first_one_stored(engine, family_store, prompts):
@@ -88,7 +89,7 @@ def test_preempted_requests_keep_their_outputs(
 ):
     """Six requests that outgrow a small cache together, then again from the store."""
     if family.few_blocks is None:
-        pytest.skip("vLLM itself computes another result when it computes a chunk again")
+        pytest.skip("nothing to preempt, or vLLM itself computes another result the second time")
     batch = [prompts.draw(129) for _ in range(6)]
     options = {"max_tokens": 160}
     expected = engine.generate(batch, **options)
