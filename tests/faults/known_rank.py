@@ -123,6 +123,11 @@ class KnownRank:
                 self.fill(group, block, number)
         self.saver.submit(SaveSpec(job_id, 0, _ordered(parts)))
 
+    def finish_work(self):
+        """Wait for what the threads do beyond the end of their jobs."""
+        for transfer in (self.saver, self.loader):
+            assert transfer._threads.wait_idle(20), "a thread is still busy"
+
     def load(self, job_id, parts):
         """Order a load of ``{group: (blocks, numbers)}``."""
         num_tokens = TOKENS * max(len(blocks) for blocks, _ in parts.values())
