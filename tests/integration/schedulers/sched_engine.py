@@ -145,6 +145,10 @@ class Engine:
             if name in self.requests:
                 self.finished.setdefault(name, "abort")
 
+    def is_in_flight(self, name):
+        """Whether a step that computes for the name has not been taken yet, aborted or not."""
+        return any(name in output.num_scheduled_tokens for output, _ in self._in_flight)
+
     # Steps
 
     def step(self):

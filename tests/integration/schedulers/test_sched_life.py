@@ -84,7 +84,9 @@ class SchedulerLife(RuleBasedStateMachine):
         max_tokens=st.integers(1, 40),
     )
     def add(self, name, family, shared, own, max_tokens):
-        if name not in self.engine.vllm.requests:
+        if name in self.engine.vllm.requests:
+            return
+        if not self.engine.is_in_flight(name):  # else vLLM gives it what the old one computed
             tail = [ord(name) % VOCABULARY + 2] * own
             self.engine.add(name, family[:shared] + tail, max_tokens=max_tokens)
 
