@@ -59,13 +59,17 @@ def require_client() -> None:
         pytest.skip(f"could not import Mooncake: {error} (or run scripts/install_mooncake.sh)")
 
 
+OWNER_TRIES = 3
+
+
 class Master:
     """A ``mooncake_master``; ``start`` again after ``kill`` keeps its ports."""
 
     def __init__(self, folder: Path, *, lease_ms: int = 500, client_ttl_s: int = 3) -> None:
         self._folder, self._flags = folder, [f"--default_kv_lease_ttl={lease_ms}"]
         self._flags.append(f"--client_ttl={client_ttl_s}")
-        self.port, self.metrics_port = free_port(), free_port()
+        self.port = free_port()
+        self.metrics_port = free_port(self.port)
         self.process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -117,7 +121,7 @@ class Owner:
                 stderr=log,
             )
         assert self.process.stdout is not None
-        assert self.process.stdout.readline() == b"0\n", (folder / "owner.log").read_text()
+        self.is_mounted = self.process.stdout.readline() == b"0\n"
 
     def kill(self) -> None:
         self.process.kill()
@@ -136,9 +140,15 @@ class Servers:
         self.owners: list[Owner] = []
 
     def add_owner(self, segment_bytes: int) -> Owner:
-        owner = Owner(self.master, segment_bytes, self._folder)
-        self.owners.append(owner)
-        return owner
+        """Start an owner; again where the master, which has just come up, breaks its call off."""
+        for _ in range(OWNER_TRIES):
+            owner = Owner(self.master, segment_bytes, self._folder)
+            self.owners.append(owner)
+            if owner.is_mounted:
+                return owner
+            owner.kill()
+            self.owners.remove(owner)
+        raise AssertionError((self._folder / "owner.log").read_text())
 
     def kill_all(self) -> None:
         for owner in self.owners:
@@ -159,10 +169,11 @@ def servers(folder: Path, segment_bytes: int, **flags: int) -> Iterator[Servers]
         started.kill_all()
 
 
-def free_port() -> int:
+def free_port(other_than: int = 0) -> int:
     with socket.socket() as probe:
         probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
+        port = int(probe.getsockname()[1])
+    return port if port != other_than else free_port(other_than)
 
 
 def accepts(port: int) -> bool:
