@@ -92,12 +92,10 @@ class Writer:
         rows = self._find_rows(keys, deadline)
         if not rows:
             return 0
-        with self._gate.entered(deadline) as inside, self._env.begin(write=True) as txn:
+        with self._gate.entered(deadline) as inside:
             if not inside:
                 raise StoreError(f"other writers held the store for {timeout_s} s")
-            counters = Counters.load(txn, self._ledger.tables)
-            num_removed = sum(self._ledger.remove_if_there(txn, counters, row) for row in rows)
-            counters.save(txn, self._ledger.tables)
+            num_removed = self._remove_rows(rows)
         call.counts["removed"] += num_removed
         return num_removed
 
@@ -116,6 +114,14 @@ class Writer:
                 num, rank = self._remove_slice_or_less(prefix, rank, call)
             num_removed += num
             call.counts["removed"] += num
+        return num_removed
+
+    def _remove_rows(self, rows: Sequence[Row]) -> int:
+        """Remove rows that were read before, as far as they are still what they were."""
+        with self._env.begin(write=True) as txn:
+            counters = Counters.load(txn, self._ledger.tables)
+            num_removed = sum(self._ledger.remove_if_there(txn, counters, row) for row in rows)
+            counters.save(txn, self._ledger.tables)
         return num_removed
 
     def _find_rows(self, keys: Set[bytes], deadline: float) -> list[Row]:
