@@ -47,7 +47,7 @@ class MooncakeStore(Store):
         self._options = options
         self._address = master_address(options.master)
         self._counts = Counts(f"mooncake://{options.master}")
-        self._memory = Memory()
+        self._memory = Memory(options.patience_s)
         bound_client(options.timeout_s)
         client = self._connect()
         self._memory.attach(client)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Hashable, Sequence
 
 from kvxfer.stores.base import Outcome
@@ -45,10 +46,16 @@ class Flight:
         """End rows: followers get the outcome and, of a load that is OK, the bytes."""
         self._flights.land(self, rows, outcomes)
 
-    def wait(self) -> list[Outcome]:
-        """Return (n,) the outcome of every key, once those that are followed have landed."""
+    def wait(self, timeout_s: float) -> list[Outcome]:
+        """Return (n,) the outcome of every key, once those that are followed have landed.
+
+        A key whose leader has not landed within ``timeout_s`` is FAILED; its buffer is the caller's
+        own again.
+        """
+        deadline = time.monotonic() + timeout_s
         for row, leader, at in self.followed:
-            self.outcomes[row] = self._flights.wait(leader, at)
+            left_s = deadline - time.monotonic()
+            self.outcomes[row] = self._flights.wait(leader, at, self.buffers[row], left_s)
         return [outcome for outcome in self.outcomes if outcome is not None]
 
 
@@ -91,9 +98,17 @@ class Flights:
                 flight.outcomes[row] = outcome
             self._changed.notify_all()
 
-    def wait(self, flight: Flight, row: int) -> Outcome:
-        """Return the outcome of a row, once its flight has landed it."""
+    def wait(self, flight: Flight, row: int, buffer: Buffer, timeout_s: float) -> Outcome:
+        """Return the outcome of a row that ``buffer`` follows, once its flight has landed it.
+
+        Where that takes too long the buffer is withdrawn, so that nothing is copied to it later. A
+        row that is being landed is waited for: only a copy in memory is left to do.
+        """
         with self._changed:
+            self._changed.wait_for(lambda: flight.outcomes[row] is not None, max(0.0, timeout_s))
+            if self._under_way.get(flight.keys[row]) is flight:
+                flight.followers[row].remove(buffer)
+                return Outcome.FAILED
             self._changed.wait_for(lambda: flight.outcomes[row] is not None)
         outcome = flight.outcomes[row]
         assert outcome is not None

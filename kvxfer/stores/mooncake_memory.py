@@ -78,7 +78,9 @@ class Memory:
     in 4 slots; one that no slot holds gets memory of its own for the time of its call.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, patience_s: float = 30.0) -> None:
+        """``patience_s``: longest wait for a bounce slot, which calls in flight hold."""
+        self._patience_s = patience_s
         self._lock = threading.Lock()
         self._regions: list[Buffer] = []  # sorted by address; guarded by _lock
         self._client: Registrar | None = None  # guarded by _lock
@@ -116,13 +118,19 @@ class Memory:
 
     @contextlib.contextmanager
     def borrow(self, num_bytes: int) -> Iterator[Buffer]:
-        """Yield ``num_bytes`` or more of registered memory; waits while all slots are in use."""
+        """Yield ``num_bytes`` or more of registered memory; waits while all slots are in use.
+
+        ``StoreError`` where none came free in time.
+        """
         if num_bytes > SLOT_BYTES:
             with self._borrow_large(num_bytes) as buffer:
                 yield buffer
             return
         slots = self._bounce_slots()
-        slot = slots.get()
+        try:
+            slot = slots.get(timeout=self._patience_s)
+        except queue.Empty:
+            raise StoreError(f"no bounce slot came free in {self._patience_s} s") from None
         try:
             yield slot
         finally:

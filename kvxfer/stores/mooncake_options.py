@@ -115,6 +115,11 @@ class MooncakeOptions:
         )
 
     @property
+    def patience_s(self) -> float:
+        """How long a call waits for others, each of which ends within ``timeout_s`` or is stuck."""
+        return 3 * self.timeout_s
+
+    @property
     def most_keys(self) -> int:
         """Keys of one native call: half of what may be in flight at most, so that two sides fit."""
         return min(self.batch_keys, max(1, self.in_flight // 2))

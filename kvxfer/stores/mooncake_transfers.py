@@ -102,7 +102,7 @@ class Transfers:
                 for places in cut(costs, self._options.most_keys, self._options.most_load_bytes):
                     self._run(part.part(places), Side.LOAD, client)
         self._counts.add("get_shared", len(flight.followed))
-        return flight.wait()
+        return flight.wait(self._options.patience_s)
 
     def put(
         self, client: Client, names: Sequence[str], views: Sequence[memoryview]
@@ -119,7 +119,7 @@ class Transfers:
                     batch.land([Outcome.NO_SPACE] * len(batch))
                 else:
                     self._run(batch, Side.SAVE, client)
-        outcomes = flight.wait()
+        outcomes = flight.wait(self._options.patience_s)
         for row, _, _ in flight.followed:
             if outcomes[row] is Outcome.OK:
                 outcomes[row] = Outcome.EXISTS
@@ -203,7 +203,10 @@ class Transfers:
         part: Values,
         ptrs: Sequence[int],
     ) -> list[int]:
-        with self._wire.admit(side, len(part)):
+        with self._wire.admit(side, len(part), self._options.patience_s) as entered:
+            if not entered:
+                self._counts.complain("the wire was not free in time", "other calls are stuck")
+                return [NO_ANSWER] * len(part)
             codes = call(part.names, ptrs, part.sizes)
         self._link.note(codes)
         return codes

@@ -38,23 +38,34 @@ class Wire:
         self.peak_segments = 0
 
     @contextlib.contextmanager
-    def admit(self, side: Side, num_segments: int) -> Iterator[None]:
-        """Hold ``num_segments``, half of the wire at most; waits for calls before it."""
+    def admit(self, side: Side, num_segments: int, timeout_s: float) -> Iterator[bool]:
+        """Hold ``num_segments``, half of the wire at most, once the calls before it are through.
+
+        Yields False, and holds nothing, where that took longer than ``timeout_s``.
+        """
         assert num_segments <= self._half
+        entered = self._enter(side, num_segments, timeout_s)
+        try:
+            yield entered
+        finally:
+            if entered:
+                with self._changed:
+                    self._used[side] -= num_segments
+                    self._changed.notify_all()
+
+    def _enter(self, side: Side, num_segments: int, timeout_s: float) -> bool:
         ticket = object()
         with self._changed:
             self._waiting[side].append(ticket)
-            self._changed.wait_for(lambda: self._may_enter(side, ticket, num_segments))
-            self._waiting[side].popleft()
-            self._used[side] += num_segments
-            self.peak_segments = max(self.peak_segments, sum(self._used))
+            entered = self._changed.wait_for(
+                lambda: self._may_enter(side, ticket, num_segments), timeout_s
+            )
+            self._waiting[side].remove(ticket)
+            if entered:
+                self._used[side] += num_segments
+                self.peak_segments = max(self.peak_segments, sum(self._used))
             self._changed.notify_all()
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._used[side] -= num_segments
-                self._changed.notify_all()
+        return entered
 
     def _may_enter(self, side: Side, ticket: object, num_segments: int) -> bool:
         if self._waiting[side][0] is not ticket:

@@ -85,7 +85,7 @@ def test_the_wire_never_carries_more_than_its_bound_over_all_threads():
 
     def call(side, num_segments):
         for _ in range(40):
-            with wire.admit(side, num_segments):
+            with wire.admit(side, num_segments, 10):
                 inside.append(num_segments)
                 most.append(sum(inside))
                 inside.remove(num_segments)
@@ -100,7 +100,7 @@ def test_the_wire_never_carries_more_than_its_bound_over_all_threads():
 
 def test_a_side_alone_may_take_the_whole_wire():
     wire = Wire(100)
-    with wire.admit(Side.SAVE, 50), wire.admit(Side.SAVE, 50):
+    with wire.admit(Side.SAVE, 50, 10), wire.admit(Side.SAVE, 50, 10):
         assert wire.peak_segments == 100
 
 
@@ -108,11 +108,11 @@ def test_a_load_that_waits_comes_before_saves_that_came_later():
     wire, order = Wire(100), []
 
     def call(side, name):
-        with wire.admit(side, 50):
+        with wire.admit(side, 50, 10):
             order.append(name)
 
-    with wire.admit(Side.SAVE, 50):
-        with wire.admit(Side.SAVE, 50):
+    with wire.admit(Side.SAVE, 50, 10):
+        with wire.admit(Side.SAVE, 50, 10):
             load = run_thread(lambda: call(Side.LOAD, "load"))
             waiting(wire, Side.LOAD, 1)
             save = run_thread(lambda: call(Side.SAVE, "save"))
@@ -125,7 +125,7 @@ def test_a_load_that_waits_comes_before_saves_that_came_later():
 
 def test_a_side_gets_half_of_the_wire_while_the_other_is_on_it():
     wire = Wire(100)
-    with wire.admit(Side.LOAD, 10), wire.admit(Side.SAVE, 40):
+    with wire.admit(Side.LOAD, 10, 10), wire.admit(Side.SAVE, 40, 10):
         third = run_thread(lambda: enter_and_leave(wire, Side.SAVE, 20))
         waiting(wire, Side.SAVE, 1)
         third.join(0.05)
@@ -137,7 +137,7 @@ def test_a_side_gets_half_of_the_wire_while_the_other_is_on_it():
 
 def test_a_small_call_does_not_pass_a_large_one_of_its_side():
     wire = Wire(100)
-    with wire.admit(Side.LOAD, 40), wire.admit(Side.LOAD, 40):
+    with wire.admit(Side.LOAD, 40, 10), wire.admit(Side.LOAD, 40, 10):
         large = run_thread(lambda: enter_and_leave(wire, Side.LOAD, 50))
         waiting(wire, Side.LOAD, 1)
         small = run_thread(lambda: enter_and_leave(wire, Side.LOAD, 5))
@@ -150,7 +150,7 @@ def test_a_small_call_does_not_pass_a_large_one_of_its_side():
 
 
 def enter_and_leave(wire, side, num_segments):
-    with wire.admit(side, num_segments):
+    with wire.admit(side, num_segments, 10):
         pass
 
 
@@ -159,7 +159,7 @@ def test_a_wire_of_one_segment_serves_both_sides():
 
     def call(side):
         for _ in range(20):
-            with wire.admit(side, 1):
+            with wire.admit(side, 1, 10):
                 order.append(side)
 
     threads = [run_thread(lambda side=side: call(side)) for side in Side]
@@ -167,6 +167,16 @@ def test_a_wire_of_one_segment_serves_both_sides():
         thread.join(60)
     assert sorted(order) == [Side.LOAD] * 20 + [Side.SAVE] * 20
     assert wire.peak_segments == 1
+
+
+def test_a_call_that_the_wire_does_not_admit_in_time_holds_nothing():
+    wire = Wire(100)
+    full = wire.admit(Side.LOAD, 50, 10), wire.admit(Side.LOAD, 50, 10)
+    with full[0], full[1], wire.admit(Side.LOAD, 1, 0.01) as entered:
+        assert not entered
+    with wire.admit(Side.LOAD, 50, 10) as first, wire.admit(Side.LOAD, 50, 10) as second:
+        assert first
+        assert second
 
 
 # Flights
@@ -195,8 +205,8 @@ def test_a_flight_shares_its_outcome_and_its_bytes():
     leader.land([0], [Outcome.OK])
     leader.land([1], [Outcome.OK])
     follower.land([0], [Outcome.MISSING])
-    assert leader.wait() == [Outcome.OK] * 2
-    assert follower.wait() == [Outcome.MISSING, Outcome.OK, Outcome.OK]
+    assert leader.wait(10) == [Outcome.OK] * 2
+    assert follower.wait(10) == [Outcome.MISSING, Outcome.OK, Outcome.OK]
     assert contents(places) == [b"3", b"other", b"value"]
 
 
@@ -205,8 +215,21 @@ def test_a_flight_that_failed_leaves_its_followers_untouched():
     leader, _ = claim(flights, ["k"], b"value")
     follower, places = claim(flights, ["k"], b"-----")
     leader.land([0], [Outcome.MISSING])
-    assert follower.wait() == [Outcome.MISSING]
+    assert follower.wait(10) == [Outcome.MISSING]
     assert contents(places) == [b"-----"]
+
+
+def test_a_follower_that_gave_up_gets_no_byte_later():
+    """Its buffer may hold something else by then."""
+    flights = Flights(copies=True)
+    leader, _ = claim(flights, ["k"], b"value")
+    follower, places = claim(flights, ["k"], b"-----")
+    patient, other_places = claim(flights, ["k"], b"-----")
+    assert follower.wait(0.01) == [Outcome.FAILED]
+    leader.land([0], [Outcome.OK])
+    assert patient.wait(10) == [Outcome.OK]
+    assert contents(places) == [b"-----"]
+    assert contents(other_places) == [b"value"]
 
 
 def test_equal_keys_of_one_flight_follow_the_first():
@@ -214,7 +237,7 @@ def test_equal_keys_of_one_flight_follow_the_first():
     flight, places = claim(flights, ["k", "k", "l", "k"], b"1", b"-", b"2", b"-")
     assert list(flight.led) == [0, 2]
     flight.land(flight.led, [Outcome.OK, Outcome.FAILED])
-    assert flight.wait() == [Outcome.OK, Outcome.OK, Outcome.FAILED, Outcome.OK]
+    assert flight.wait(10) == [Outcome.OK, Outcome.OK, Outcome.FAILED, Outcome.OK]
     assert contents(places) == [b"1", b"1", b"2", b"1"]
 
 
