@@ -184,8 +184,7 @@ class Link:
         if not self._end_client():
             return
         try:
-            client = self._connect()
-            self._memory.attach(client)
+            client = self._connect_and_attach()
         except StoreError as error:
             self._counts.complain("the client could not be set up again", error)
             return
@@ -196,3 +195,13 @@ class Link:
                 self._client = client
         if is_closed:
             client.close()
+
+    def _connect_and_attach(self) -> Client:
+        """Return a new client that has registered our memory; ``StoreError`` leaves none behind."""
+        client = self._connect()
+        try:
+            self._memory.attach(client)
+        except StoreError:
+            client.close()
+            raise
+        return client
