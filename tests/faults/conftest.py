@@ -13,7 +13,7 @@ import pytest
 ENGINES = Path(__file__).parents[1] / "integration" / "engines"
 sys.path.insert(0, str(ENGINES))
 
-from engine_checks import WatchedStore
+from engine_checks import watched_stores
 from engine_faults import one_thread_each
 from engine_harness import EnginePool
 
@@ -42,13 +42,4 @@ def engine_pool(tmp_path_factory):
 @pytest.fixture(scope="module")
 def new_store(tmp_path_factory):
     """Return a function that makes an empty store for engines."""
-    stores = []
-
-    def make():
-        folder = tmp_path_factory.mktemp("store")
-        stores.append(WatchedStore(f"lmdb://{folder}?capacity=256MiB"))
-        return stores[-1]
-
-    yield make
-    for store in stores:
-        store.close()
+    yield from watched_stores(tmp_path_factory)

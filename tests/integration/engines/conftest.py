@@ -5,7 +5,7 @@ import importlib.util
 import zlib
 
 import pytest
-from engine_checks import WatchedStore
+from engine_checks import watched_stores
 from engine_harness import EnginePool, EngineSettings
 from engine_models import Prompts, write_tiny_llama
 
@@ -27,16 +27,7 @@ def tiny_llama(tmp_path_factory):
 @pytest.fixture(scope="session")
 def new_store(tmp_path_factory):
     """Return a function that makes an empty store."""
-    stores = []
-
-    def make():
-        folder = tmp_path_factory.mktemp("store")
-        stores.append(WatchedStore(f"lmdb://{folder}?capacity=256MiB"))
-        return stores[-1]
-
-    yield make
-    for store in stores:
-        store.close()
+    yield from watched_stores(tmp_path_factory)
 
 
 @pytest.fixture(scope="session")

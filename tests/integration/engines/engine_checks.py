@@ -42,6 +42,20 @@ class WatchedStore:
         self._store.close()
 
 
+def watched_stores(tmp_path_factory):
+    """Yield a function that makes an empty store, for a fixture; close them all afterwards."""
+    stores = []
+
+    def make():
+        folder = tmp_path_factory.mktemp("store")
+        stores.append(WatchedStore(f"lmdb://{folder}?capacity=256MiB"))
+        return stores[-1]
+
+    yield make
+    for store in stores:
+        store.close()
+
+
 def whole_blocks(prompts):
     """Return how many blocks prompts without a common prefix fill."""
     return sum(len(prompt) // BLOCK_TOKENS for prompt in prompts)
