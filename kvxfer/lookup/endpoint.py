@@ -127,8 +127,9 @@ class Endpoint:
             raise ConfigError(f"{self.path} is not a socket: remove it, or set another folder")
         if _is_served(self.path):
             raise ConfigError(
-                f"another process serves the lookup endpoint {self.path}: give each engine on "
-                "this host its own engine_id in kv_transfer_config"
+                f"the lookup endpoint {self.path} is served already: give each engine on this "
+                "host its own engine_id in kv_transfer_config, and each KVXferConnector inside a "
+                "MultiConnector its own cache_prefix or store"
             )
         self.path.unlink()
 
