@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pytest
 from config import IS_SMOKE, KIB
-from mooncake_sides import IMPLS, Blocks, new_names, open_side
+from mooncake_sides import IMPLS, Blocks, open_side
 
 SEGMENT_BYTES = 16 * KIB
 NUM_SEGMENTS = 64 if IS_SMOKE else 960
@@ -38,7 +38,7 @@ def bench_put(benchmark, side):
     def with_new_names():
         if used:
             side.remove(used[-1])
-        used.append(new_names(side.blocks.shape[1]))
+        used.append(side.new_names())
         return (used[-1],), {}
 
     assert benchmark.pedantic(side.put, setup=with_new_names, rounds=ROUNDS) == 0
@@ -50,7 +50,7 @@ def bench_put(benchmark, side):
 @pytest.mark.parametrize("impl", IMPLS, ids="impl={}".format)
 def bench_get(benchmark, side):
     benchmark.extra_info.update(bytes_moved=side.blocks.total_bytes)
-    names = new_names(side.blocks.shape[1])
+    names = side.new_names()
     assert side.put(names) == 0
     assert benchmark.pedantic(side.get, (names,), rounds=ROUNDS) == 0
     check_get(side, names)
@@ -61,7 +61,7 @@ def bench_get(benchmark, side):
 @pytest.mark.parametrize("impl", IMPLS, ids="impl={}".format)
 def bench_exists(benchmark, side):
     """Absent keys; the rival asks for all of them in one call."""
-    names = new_names(NUM_KEYS)
+    names = side.new_names(NUM_KEYS)
     benchmark.extra_info.update(num_keys=NUM_KEYS)
     assert benchmark.pedantic(side.count_present, (names,), rounds=ROUNDS) == 0
 

@@ -15,8 +15,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,8 +66,10 @@ OWNER_TRIES = 3
 class Master:
     """A ``mooncake_master``; ``start`` again after ``kill`` keeps its ports."""
 
-    def __init__(self, folder: Path, *, lease_ms: int = 500, client_ttl_s: int = 3) -> None:
-        self._folder, self._flags = folder, [f"--default_kv_lease_ttl={lease_ms}"]
+    def __init__(
+        self, folder: Path, *, lease_ms: int = 500, client_ttl_s: int = 3, flags: Sequence[str] = ()
+    ) -> None:
+        self._folder, self._flags = folder, [f"--default_kv_lease_ttl={lease_ms}", *flags]
         self._flags.append(f"--client_ttl={client_ttl_s}")
         self.port = free_port()
         self.metrics_port = free_port(self.port)
@@ -87,7 +90,7 @@ class Master:
         with open(self._folder / "master.log", "ab") as log:
             self.process = subprocess.Popen(
                 [
-                    *(sys.executable, "-c", BOUNDED, str(LIFE_S), str(_binary("mooncake_master"))),
+                    *(sys.executable, "-c", BOUNDED, str(LIFE_S), str(binary("mooncake_master"))),
                     *(f"--rpc_port={self.port}", f"--rpc_address={HOST}"),
                     *(f"--metrics_port={self.metrics_port}", f"--metrics_host={HOST}"),
                     *self._flags,
@@ -134,7 +137,7 @@ class Owner:
 class Servers:
     """A master and its owners, which a test may kill and start again."""
 
-    def __init__(self, folder: Path, **flags: int) -> None:
+    def __init__(self, folder: Path, **flags: Any) -> None:
         self._folder = folder
         self.master = Master(folder, **flags)
         self.owners: list[Owner] = []
@@ -157,7 +160,7 @@ class Servers:
 
 
 @contextlib.contextmanager
-def servers(folder: Path, segment_bytes: int, **flags: int) -> Iterator[Servers]:
+def servers(folder: Path, segment_bytes: int, **flags: Any) -> Iterator[Servers]:
     """Start a master and, unless ``segment_bytes`` is 0, an owner; kill them at the end."""
     started = Servers(folder, **flags)
     try:
@@ -167,6 +170,25 @@ def servers(folder: Path, segment_bytes: int, **flags: int) -> Iterator[Servers]
         yield started
     finally:
         started.kill_all()
+
+
+@contextlib.contextmanager
+def own_role(
+    master: Master, segment_bytes: int, environ: Mapping[str, str] | None = None, **options: object
+) -> Iterator[subprocess.Popen[str]]:
+    """Run kvxfer's own owner of a segment, once it says that it has mounted; kill it at the end."""
+    uri = master.uri(segment=segment_bytes, hostname=HOST, **options)
+    command = [sys.executable, "-m", "kvxfer.stores.mooncake_owner", uri]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, **(environ or {})}
+    ) as process:
+        try:
+            assert process.stdout is not None
+            said = process.stdout.readline()
+            assert said == f"{segment_bytes} bytes are mounted at {master.address}\n"
+            yield process
+        finally:
+            process.kill()
 
 
 def free_port(other_than: int = 0) -> int:
@@ -193,7 +215,8 @@ def wait_until(is_true, timeout_s: float = START_S) -> float:
     return time.monotonic() - start
 
 
-def _binary(name: str) -> Path:
+def binary(name: str) -> Path:
+    """Return a program of the client's package."""
     spec = importlib.util.find_spec("mooncake")
     assert spec is not None
     assert spec.submodule_search_locations

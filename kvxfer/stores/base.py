@@ -5,8 +5,12 @@ from __future__ import annotations
 
 import abc
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvxfer.errors import UnsupportedError
+from kvxfer.stores.parts import Parts, TransferMode
 
 
 class Outcome(enum.IntEnum):
@@ -48,6 +52,14 @@ class StoreStats:
     ``get_`` and ``put_`` with each ``Outcome``; ``evicted``; ``removed``."""
 
 
+class StoredValue(NamedTuple):
+    """One value that a scan met."""
+
+    key: bytes
+    num_bytes: int
+    """What it takes of the store, its share of pages and books included where there are any."""
+
+
 class Store(abc.ABC):
     """A batched map from key bytes to value bytes, shared by threads and possibly by processes.
 
@@ -66,6 +78,15 @@ class Store(abc.ABC):
     @abc.abstractmethod
     def register(self, buffer: memoryview) -> None:
         """Announce a buffer that later targets and sources lie in; ``StoreError`` if refused."""
+
+    def watch_evictions(  # noqa: B027  # a backend that cannot say does nothing
+        self, on_evicted: Callable[[Sequence[bytes]], None]
+    ) -> None:
+        """Have ``on_evicted`` told which keys puts of this store evict, by the thread that puts.
+
+        What other processes evict is not told, and a backend that cannot say calls it never. It
+        must return at once and raise nothing.
+        """
 
     @abc.abstractmethod
     def exists(self, keys: Sequence[bytes]) -> bytearray:
@@ -89,6 +110,31 @@ class Store(abc.ABC):
         ``OK``, ``EXISTS``, ``NO_SPACE``, ``FAILED`` or ``CLOSED`` per key.
         """
 
+    @property
+    def transfer_mode(self) -> TransferMode:
+        """How this store is to be handed values; ``PACKED`` where it takes no parts."""
+        return TransferMode.PACKED
+
+    @property
+    def most_parts(self) -> int:
+        """Parts that a value may have in ``get_parts`` and ``put_parts``; 0: this has neither."""
+        return 0
+
+    def get_parts(self, keys: Sequence[bytes], parts: Parts) -> list[Outcome]:
+        """Copy each value into its parts, which lie in registered buffers; else as ``get_into``.
+
+        A call returns when nothing can write a part any more, however late that is. The bytes are
+        those that ``get_into`` would bring; after ``FAILED`` the parts hold something of no use.
+        """
+        raise UnsupportedError(f"{type(self).__name__} takes no parts of values")
+
+    def put_parts(self, keys: Sequence[bytes], parts: Parts) -> list[Outcome]:
+        """Store each value from its parts, which lie in registered buffers; else as ``put_from``.
+
+        The same value is stored as by ``put_from``, whatever its parts were.
+        """
+        raise UnsupportedError(f"{type(self).__name__} takes no parts of values")
+
     @abc.abstractmethod
     def remove(self, keys: Sequence[bytes]) -> int:
         """Remove values that a get found to be of no use, and return how many went.
@@ -103,6 +149,15 @@ class Store(abc.ABC):
 
         ``StoreError`` where some may be left, so that a reset is never taken for done.
         """
+
+    def scan(self, prefix: bytes) -> Iterator[StoredValue]:
+        """Yield every value under ``prefix``, in no order; not even a lease changes.
+
+        For people and their tools: it takes time in proportion to all that the store holds. What
+        is put, used or removed meanwhile may be left out or come twice. ``StoreError`` where it
+        cannot be read to the end, ``UnsupportedError`` where the backend lists no keys.
+        """
+        raise UnsupportedError(f"{type(self).__name__} lists no keys")
 
     @abc.abstractmethod
     def stats(self) -> StoreStats:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvxfer.stores.arguments import MOST_KEY_BYTES, byte_views, check_keys
 from kvxfer.stores.base import Outcome, Store, StoreStats
@@ -31,6 +31,10 @@ class ChecksummedStore(Store):
     def register(self, buffer: memoryview) -> None:
         """Pass on; digests come from memory of their own."""
         self._store.register(buffer)
+
+    def watch_evictions(self, on_evicted: Callable[[Sequence[bytes]], None]) -> None:
+        """Pass on; keys of digests are told besides."""
+        self._store.watch_evictions(on_evicted)
 
     def exists(self, keys: Sequence[bytes]) -> bytearray:
         """Return 1 where value and digest are stored."""

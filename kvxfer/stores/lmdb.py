@@ -5,15 +5,19 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvxfer.errors import StoreError
 from kvxfer.stores.arguments import byte_view, byte_views, check_keys, check_prefix
-from kvxfer.stores.base import Outcome, Store, StoreStats
+from kvxfer.stores.base import Outcome, Store, StoredValue, StoreStats
 from kvxfer.stores.lmdb_calls import BACKEND_ERRORS, Call
 from kvxfer.stores.lmdb_handle import Handle, Reference
+from kvxfer.stores.lmdb_ledger import Row
 from kvxfer.stores.lmdb_options import LmdbOptions
 from kvxfer.stores.uri import StoreUri
+
+SCAN_ROWS = 4096
+"""Of one read transaction of a scan, 2 ms: an open one keeps freed pages from being reused."""
 
 
 class LmdbStore(Store):
@@ -41,6 +45,7 @@ class LmdbStore(Store):
         self._reference = Reference(options)
         self._closed = False
         self._last_stats = StoreStats(0, 0, 0, {})
+        self._on_evicted: Callable[[Sequence[bytes]], None] | None = None
 
     @classmethod
     def open(cls, uri: StoreUri) -> LmdbStore:
@@ -50,6 +55,10 @@ class LmdbStore(Store):
     def register(self, buffer: memoryview) -> None:
         """Accept a buffer; LMDB copies from and to any memory."""
         byte_view(buffer, "buffer", writable=False)
+
+    def watch_evictions(self, on_evicted: Callable[[Sequence[bytes]], None]) -> None:
+        """Tell of the keys that puts through this object evict, whatever puts fail with."""
+        self._on_evicted = on_evicted
 
     def exists(self, keys: Sequence[bytes]) -> bytearray:
         """Return which keys are stored and lease those; one read transaction, no write."""
@@ -97,6 +106,8 @@ class LmdbStore(Store):
                 call.complain("a put failed", error)
                 outcomes = [Outcome.FAILED] * len(keys)
             call.count_outcomes("put", outcomes)
+            if self._on_evicted is not None and call.evicted:
+                self._on_evicted(call.evicted)
             return outcomes
 
     def remove(self, keys: Sequence[bytes]) -> int:
@@ -124,6 +135,16 @@ class LmdbStore(Store):
             except BACKEND_ERRORS as error:
                 call.complain("a removal failed", error)
                 raise StoreError(f"prefix {prefix!r} may be removed in part: {error}") from error
+
+    def scan(self, prefix: bytes) -> Iterator[StoredValue]:
+        """Yield from the books, some thousand rows at a time; no value is read."""
+        check_prefix(prefix)
+        rank = b""
+        while rows := self._rows_after(rank):
+            rank = rows[-1].rank
+            for row in rows:
+                if row.key.startswith(prefix):
+                    yield StoredValue(row.key, row.cost_bytes)
 
     def stats(self) -> StoreStats:
         """Return occupancy and this process's counters; after ``close`` the last ones."""
@@ -168,6 +189,16 @@ class LmdbStore(Store):
         for idx, outcome in zip(absent, added, strict=True):
             outcomes[idx] = outcome
         return outcomes
+
+    def _rows_after(self, rank: bytes) -> list[Row]:
+        with self._call() as (handle, call):
+            if handle is None:
+                return []
+            try:
+                return handle.reader.rows_after(rank, SCAN_ROWS)
+            except BACKEND_ERRORS as error:
+                call.complain("a scan failed", error)
+                raise StoreError(f"store {self._options.folder} cannot be read: {error}") from error
 
     def _refuse(self, keys: Sequence[bytes]) -> list[Outcome]:
         return [Outcome.CLOSED if self._closed else Outcome.FAILED] * len(keys)

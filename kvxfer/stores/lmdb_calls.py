@@ -43,6 +43,8 @@ class Call:
 
     def __init__(self, folder: Path) -> None:
         self.counts: Counter[str] = Counter()
+        self.evicted: list[bytes] = []
+        """Keys of values that left to make room."""
         self._folder = folder
 
     def count_outcomes(self, act: str, outcomes: Sequence[Outcome]) -> None:

@@ -125,11 +125,7 @@ class Ledger:
 
     def cost_bytes(self, key_bytes: int, value_bytes: int) -> int:
         """Return what a value takes of the file: whole pages, and its rows in the trees."""
-        rows = 2 * (_NODE_BYTES + key_bytes) + _RANK.size + COST.size
-        if _NODE_BYTES + key_bytes + value_bytes <= self._page_bytes // 2 - _PAGE_HEADER_BYTES:
-            return _TREE_SLACK * (rows + value_bytes)
-        num_pages = -(-(_PAGE_HEADER_BYTES + value_bytes) // self._page_bytes)
-        return num_pages * self._page_bytes + _TREE_SLACK * rows
+        return cost_bytes(self._page_bytes, key_bytes, value_bytes)
 
     def check(self, txn: Any, counters: Counters, file_bytes: int) -> None:
         """Raise ``lmdb.CorruptedError`` where the books cannot be true; a few counts, no search."""
@@ -218,13 +214,7 @@ class Ledger:
 
     def rows_after(self, txn: Any, rank: bytes, most: int) -> list[Row]:
         """Return up to ``most`` rows whose rank is above ``rank`` (``b""``: from the first)."""
-        cursor = txn.cursor(db=self.tables.order)
-        at_row = cursor.set_range(rank + b"\0") if rank else cursor.first()
-        rows: list[Row] = []
-        while at_row and len(rows) < most:
-            rows.append(_read_row(cursor))
-            at_row = cursor.next()
-        return rows
+        return read_rows(txn, self.tables, rank, most)
 
     def _generation_now_due(
         self, key: bytes, generation: int, counters: Counters, now_s: float
@@ -235,6 +225,26 @@ class Ledger:
             return counters.generation
         last_use = min(self._uses.last_use(slot), counters.generation)
         return last_use if last_use > generation else None
+
+
+def cost_bytes(page_bytes: int, key_bytes: int, value_bytes: int) -> int:
+    """Return what a value takes of a file with pages of ``page_bytes``: see ``Ledger``."""
+    rows = 2 * (_NODE_BYTES + key_bytes) + _RANK.size + COST.size
+    if _NODE_BYTES + key_bytes + value_bytes <= page_bytes // 2 - _PAGE_HEADER_BYTES:
+        return _TREE_SLACK * (rows + value_bytes)
+    num_pages = -(-(_PAGE_HEADER_BYTES + value_bytes) // page_bytes)
+    return num_pages * page_bytes + _TREE_SLACK * rows
+
+
+def read_rows(txn: Any, tables: Tables, rank: bytes, most: int) -> list[Row]:
+    """Return up to ``most`` rows whose rank is above ``rank`` (``b""``: from the first)."""
+    cursor = txn.cursor(db=tables.order)
+    at_row = cursor.set_range(rank + b"\0") if rank else cursor.first()
+    rows: list[Row] = []
+    while at_row and len(rows) < most:
+        rows.append(_read_row(cursor))
+        at_row = cursor.next()
+    return rows
 
 
 def _read_row(cursor: lmdb.Cursor) -> Row:

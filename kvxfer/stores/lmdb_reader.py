@@ -12,7 +12,7 @@ import lmdb
 import numpy as np
 
 from kvxfer.stores.base import Outcome
-from kvxfer.stores.lmdb_ledger import Counters, Tables
+from kvxfer.stores.lmdb_ledger import Counters, Row, Tables, read_rows
 from kvxfer.stores.lmdb_locks import Gate
 from kvxfer.stores.lmdb_uses import UseTable
 
@@ -85,6 +85,11 @@ class Reader:
         with self._snapshot() as txn:
             num_values = txn.stat(self._tables.values)["entries"]
             return int(num_values), Counters.load(txn, self._tables).used_bytes
+
+    def rows_after(self, rank: bytes, most: int) -> list[Row]:
+        """Return up to ``most`` rows of the order above ``rank``, in a transaction of their own."""
+        with self._snapshot() as txn:
+            return read_rows(txn, self._tables, rank, most)
 
     @contextlib.contextmanager
     def _snapshot(self) -> Iterator[Any]:

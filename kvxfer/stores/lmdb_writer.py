@@ -212,6 +212,7 @@ class Writer:
                 return
             sweeps_left -= not sweep.victims
             call.counts["evicted"] += len(sweep.victims)
+            call.evicted += [row.key for row in sweep.victims]
             extra_bytes -= sum(row.cost_bytes for row in sweep.victims)
 
     def _sweep(self, excess_bytes: int, batch: Batch) -> Sweep:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from kvxfer.errors import StoreError
 from kvxfer.stores.arguments import byte_view, byte_views, check_keys, check_prefix
@@ -13,15 +14,17 @@ from kvxfer.stores.mooncake_client import Client
 from kvxfer.stores.mooncake_codes import OK, name_of
 from kvxfer.stores.mooncake_counts import Counts
 from kvxfer.stores.mooncake_link import Link, State
-from kvxfer.stores.mooncake_memory import Memory
+from kvxfer.stores.mooncake_memory import Buffers, Memory, ScatteredBuffers
 from kvxfer.stores.mooncake_metrics import Occupancy, read_occupancy
 from kvxfer.stores.mooncake_names import names_of, prefix_pattern
 from kvxfer.stores.mooncake_native import bound_client
 from kvxfer.stores.mooncake_options import MooncakeOptions, master_address
 from kvxfer.stores.mooncake_transfers import Transfers
+from kvxfer.stores.parts import Parts, TransferMode
 from kvxfer.stores.uri import StoreUri
 
-Move = Callable[[Client, Sequence[str], Sequence[memoryview]], list[Outcome]]
+AnyBuffers = TypeVar("AnyBuffers", Buffers, ScatteredBuffers)
+Move = Callable[[Client, Sequence[str], AnyBuffers], list[Outcome]]
 
 
 class MooncakeStore(Store):
@@ -98,13 +101,31 @@ class MooncakeStore(Store):
         """Copy values into targets; what another thread is fetching already comes with its copy."""
         check_keys(keys)
         views = byte_views(targets, "targets", len(keys), writable=True)
-        return self._move("get", self._transfers.get, keys, views)
+        return self._move("get", self._transfers.get, keys, Buffers.of(views))
 
     def put_from(self, keys: Sequence[bytes], sources: Sequence[memoryview]) -> list[Outcome]:
         """Store copies of sources; asks which keys are there first: the client does not say."""
         check_keys(keys)
         views = byte_views(sources, "sources", len(keys), writable=False)
-        return self._move("put", self._transfers.put, keys, views)
+        return self._move("put", self._transfers.put, keys, Buffers.of(views))
+
+    @property
+    def transfer_mode(self) -> TransferMode:
+        """As the URI's ``transfer`` has it; ``auto`` by default."""
+        return self._options.transfer
+
+    @property
+    def most_parts(self) -> int:
+        """Half of ``in_flight``: each part is a segment on the wire."""
+        return self._options.most_segments
+
+    def get_parts(self, keys: Sequence[bytes], parts: Parts) -> list[Outcome]:
+        """Copy values into their parts, as scatter lists; shared as by ``get_into``."""
+        return self._move_parts("get", self._transfers.get, keys, parts)
+
+    def put_parts(self, keys: Sequence[bytes], parts: Parts) -> list[Outcome]:
+        """Store values from their parts, as scatter lists."""
+        return self._move_parts("put", self._transfers.put, keys, parts)
 
     def remove(self, keys: Sequence[bytes]) -> int:
         """Remove values by key, leased ones too."""
@@ -155,17 +176,32 @@ class MooncakeStore(Store):
             self._memory.close()
 
     def _move(
-        self, act: str, move: Move, keys: Sequence[bytes], views: Sequence[memoryview]
+        self, act: str, move: Move[AnyBuffers], keys: Sequence[bytes], buffers: AnyBuffers
     ) -> list[Outcome]:
         with self._link.call() as client:
             if client is None:
                 is_closed = self._link.state is State.CLOSED
                 outcomes = [Outcome.CLOSED if is_closed else Outcome.FAILED] * len(keys)
             else:
-                outcomes = move(client, names_of(keys), views) if keys else []
+                outcomes = move(client, names_of(keys), buffers) if keys else []
         if client is not None or not is_closed:
             self._counts.add_outcomes(act, outcomes)
         return outcomes
+
+    def _move_parts(
+        self, act: str, move: Move[ScatteredBuffers], keys: Sequence[bytes], parts: Parts
+    ) -> list[Outcome]:
+        """Move what lies in registered buffers; the transport checks no address of a part."""
+        check_keys(keys)
+        parts.check(len(keys), self.most_parts)
+
+        def checked(
+            client: Client, names: Sequence[str], buffers: ScatteredBuffers
+        ) -> list[Outcome]:
+            self._memory.require(parts.ptrs, parts.sizes)
+            return move(client, names, buffers)
+
+        return self._move(act, checked, keys, ScatteredBuffers.of(parts))
 
     def _connect(self) -> Client:
         check_reachable(self._options)

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from kvxfer.errors import StoreError
 from kvxfer.stores.mooncake_client import Client
-from kvxfer.stores.mooncake_codes import LACKS_ROOM, LEASE_EXPIRED, OK, name_of
+from kvxfer.stores.mooncake_codes import LACKS_ROOM, LEASE_EXPIRED, OK, TENANT_UNKNOWN, name_of
 from kvxfer.stores.mooncake_memory import Memory
 from kvxfer.stores.mooncake_metrics import Occupancy
 from kvxfer.stores.mooncake_options import PEER_TO_PEER, MooncakeOptions, master_address
@@ -74,6 +74,11 @@ def check_round_trip(
         if code == OK:
             (code,) = client.get([name], [buffer.ptr], [PROBE_BYTES])
         client.remove([name])
+    if code == TENANT_UNKNOWN:
+        raise StoreError(
+            f"Mooncake at {options.master} has no tenant {options.tenant!r}: set tenant "
+            "(tenant_id) to one of those in the master's quota policy, or add it there"
+        )
     if code == LEASE_EXPIRED:
         logger.warning(
             "Mooncake's lease at %s is over before 4 KiB are read: loads will fail; give the "

@@ -55,11 +55,17 @@ class Client:
 
         The sizes must be those of the values: another one is an error, before a byte is written.
         """
+        return self.get_parts(names, list(zip(ptrs)), list(zip(sizes)))
+
+    def get_parts(
+        self,
+        names: Sequence[str],
+        ptrs: Sequence[Sequence[int]],
+        sizes: Sequence[Sequence[int]],
+    ) -> list[int]:
+        """Copy each value to several addresses, as ``get`` to one."""
         return self._codes(
-            len(names),
-            lambda: self._native.batch_get_into_multi_buffers(
-                names, [[ptr] for ptr in ptrs], [[size] for size in sizes]
-            ),
+            len(names), lambda: self._native.batch_get_into_multi_buffers(names, ptrs, sizes)
         )
 
     def put(self, names: Sequence[str], ptrs: Sequence[int], sizes: Sequence[int]) -> list[int]:
@@ -67,6 +73,20 @@ class Client:
         return self._codes(
             len(names),
             lambda: self._native.batch_put_from(
+                names, ptrs, sizes, self._replication.config(names)
+            ),
+        )
+
+    def put_parts(
+        self,
+        names: Sequence[str],
+        ptrs: Sequence[Sequence[int]],
+        sizes: Sequence[Sequence[int]],
+    ) -> list[int]:
+        """Store each value from several addresses, as ``put`` from one."""
+        return self._codes(
+            len(names),
+            lambda: self._native.batch_put_from_multi_buffers(
                 names, ptrs, sizes, self._replication.config(names)
             ),
         )

@@ -18,9 +18,11 @@ EXISTS = -705
 LEASE_EXPIRED = -707
 TRANSFER_FAILED = -800
 CHECKSUM = -801
+DISK_READ = -1102
 MASTER_LOST = -900
 MASTER_SILENT = -901
 QUOTA = -1700
+TENANT_UNKNOWN = -1701
 
 NAMES = {
     NO_ANSWER: "no_answer",
@@ -36,15 +38,20 @@ NAMES = {
     CHECKSUM: "checksum_mismatch",
     MASTER_LOST: "master_lost",
     MASTER_SILENT: "timed_out",
+    -1100: "disk_missing",
+    DISK_READ: "disk_read",
     QUOTA: "quota",
+    TENANT_UNKNOWN: "tenant_unknown",
 }
 """By code; the client's header has more, none of which needs an answer of its own."""
 
-MAYBE_WRONG_SIZE = frozenset({BAD_SIZE, TRANSFER_FAILED})
+MAYBE_WRONG_SIZE = frozenset({BAD_SIZE, TRANSFER_FAILED, DISK_READ})
 """A get answers a target of another size with one of these, before it touches the target."""
 LOST_MASTER = frozenset({MASTER_LOST, MASTER_SILENT})
 LACKS_ROOM = frozenset({NO_SPACE, QUOTA})
 
+# What is in neither table has failed, and no store tries again: a lease that is over means that the
+# transfer took longer than all of it, and would again, while the request could be computing.
 _GETS = {
     MISSING: Outcome.MISSING,
     NOT_READY: Outcome.MISSING,  # another's put is under way

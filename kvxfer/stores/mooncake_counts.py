@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from kvxfer.stores.base import Outcome
 
@@ -32,8 +32,11 @@ class Counts:
             with self._lock:
                 self._counts[name] += number
 
-    def add_outcomes(self, act: str, outcomes: Iterable[Outcome]) -> None:
+    def add_outcomes(self, act: str, outcomes: Sequence[Outcome]) -> None:
         """Count outcomes as ``get_ok``, ``put_no_space`` and so on."""
+        if outcomes.count(Outcome.OK) == len(outcomes):  # a twentieth of the time for each
+            self.add(f"{act}_ok", len(outcomes))
+            return
         for outcome, number in Counter(outcomes).items():
             self.add(f"{act}_{outcome.name.lower()}", number)
 

@@ -3,13 +3,25 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from collections.abc import Hashable, Sequence
+from typing import Any, Protocol, cast
 
 from kvxfer.stores.base import Outcome
-from kvxfer.stores.mooncake_memory import Buffer, Buffers
+
+
+class Place(Protocol):
+    """Where a value is read or written."""
+
+    def fill_from(self, source: Any) -> None:
+        """Copy the value from another place of its kind, under an equal key."""
+
+
+class Places(Protocol):
+    """A place for each key of a call."""
+
+    def __getitem__(self, row: int) -> Place: ...
 
 
 class Flight:
@@ -19,16 +31,16 @@ class Flight:
     steps; then ``wait``. A row lands once.
     """
 
-    def __init__(self, flights: Flights, keys: Sequence[Hashable], buffers: Buffers) -> None:
+    def __init__(self, flights: Flights, keys: Sequence[Hashable], places: Places) -> None:
         self._flights = flights
         self._rows: dict[Hashable, int] = {}  # guarded by the lock of the flights
-        self.keys, self.buffers = keys, buffers
+        self.keys, self.places = keys, places
         self.outcomes: list[Outcome | None] = [None] * len(keys)
         """By row; None until it has landed."""
         self.led: Sequence[int] = range(len(keys))
         self.followed: list[tuple[int, Flight, int]] = []
         """Own row, and the flight and row that it follows, which may be this flight."""
-        self.followers: dict[int, list[Buffer]] = {}
+        self.followers: dict[int, list[Place]] = {}
         """By row; guarded by the lock of the flights, and final once the row's key is free."""
 
     def row_of(self, key: Hashable) -> int:
@@ -49,14 +61,14 @@ class Flight:
     def wait(self, timeout_s: float) -> list[Outcome]:
         """Return (n,) the outcome of every key, once those that are followed have landed.
 
-        A key whose leader has not landed within ``timeout_s`` is FAILED; its buffer is the caller's
+        A key whose leader has not landed within ``timeout_s`` is FAILED; its place is the caller's
         own again.
         """
         deadline = time.monotonic() + timeout_s
         for row, leader, at in self.followed:
             left_s = deadline - time.monotonic()
-            self.outcomes[row] = self._flights.wait(leader, at, self.buffers[row], left_s)
-        return [outcome for outcome in self.outcomes if outcome is not None]
+            self.outcomes[row] = self._flights.wait(leader, at, self.places[row], left_s)
+        return cast("list[Outcome]", self.outcomes)
 
 
 class Flights:
@@ -72,12 +84,13 @@ class Flights:
         self._changed = threading.Condition()
         self._under_way: dict[Hashable, Flight] = {}  # guarded by _changed
 
-    def claim(self, keys: Sequence[Hashable], buffers: Buffers) -> Flight:
-        """Return the flight of a call; ``buffers`` (n,) are what its keys are read or written."""
-        flight = Flight(self, keys, buffers)
+    def claim(self, keys: Sequence[Hashable], places: Places) -> Flight:
+        """Return the flight of a call; ``places`` (n,) are where its keys are read or written."""
+        flight = Flight(self, keys, places)
         ours = dict.fromkeys(keys, flight)
         with self._changed:
-            if len(ours) == len(keys) and self._under_way.keys().isdisjoint(ours):
+            is_alone = not self._under_way or self._under_way.keys().isdisjoint(ours)
+            if is_alone and len(ours) == len(keys):
                 self._under_way |= ours
             else:
                 self._claim_each(flight)
@@ -86,28 +99,34 @@ class Flights:
     def land(self, flight: Flight, rows: Sequence[int], outcomes: Sequence[Outcome]) -> None:
         """See ``Flight.land``."""
         with self._changed:
-            for row in rows:
-                del self._under_way[flight.keys[row]]  # from here on nobody follows it
+            if len(rows) == len(self._under_way):  # as a single call's are
+                self._under_way.clear()
+            else:
+                for row in rows:
+                    del self._under_way[flight.keys[row]]  # from here on nobody follows it
         if self._copies and flight.followers:
             for row, outcome in zip(rows, outcomes, strict=True):
                 if outcome is Outcome.OK:
                     for follower in flight.followers.get(row, ()):
-                        copy_bytes(follower.ptr, flight.buffers[row].ptr, follower.num_bytes)
+                        follower.fill_from(flight.places[row])
         with self._changed:
-            for row, outcome in zip(rows, outcomes, strict=True):
-                flight.outcomes[row] = outcome
+            if isinstance(rows, range):
+                flight.outcomes[rows.start : rows.stop] = outcomes
+            else:
+                for row, outcome in zip(rows, outcomes, strict=True):
+                    flight.outcomes[row] = outcome
             self._changed.notify_all()
 
-    def wait(self, flight: Flight, row: int, buffer: Buffer, timeout_s: float) -> Outcome:
-        """Return the outcome of a row that ``buffer`` follows, once its flight has landed it.
+    def wait(self, flight: Flight, row: int, place: Place, timeout_s: float) -> Outcome:
+        """Return the outcome of a row that ``place`` follows, once its flight has landed it.
 
-        Where that takes too long the buffer is withdrawn, so that nothing is copied to it later. A
+        Where that takes too long the place is withdrawn, so that nothing is copied to it later. A
         row that is being landed is waited for: only a copy in memory is left to do.
         """
         with self._changed:
             self._changed.wait_for(lambda: flight.outcomes[row] is not None, max(0.0, timeout_s))
             if self._under_way.get(flight.keys[row]) is flight:
-                flight.followers[row].remove(buffer)
+                flight.followers[row].remove(place)
                 return Outcome.FAILED
             self._changed.wait_for(lambda: flight.outcomes[row] is not None)
         outcome = flight.outcomes[row]
@@ -123,11 +142,6 @@ class Flights:
             if leader is flight and at == row:
                 led.append(row)
             else:
-                leader.followers.setdefault(at, []).append(flight.buffers[row])
+                leader.followers.setdefault(at, []).append(flight.places[row])
                 flight.followed.append((row, leader, at))
         flight.led = led
-
-
-def copy_bytes(target_ptr: int, source_ptr: int, num_bytes: int) -> None:
-    """Copy between two buffers that the caller keeps alive, without the GIL."""
-    ctypes.memmove(target_ptr, source_ptr, num_bytes)

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvxfer.errors import StoreError
 from kvxfer.stores.mooncake_codes import name_of
+from kvxfer.stores.parts import Parts
 
 NUM_SLOTS = 4
 """Calls that bounce at once; more wait for a slot."""
@@ -47,6 +49,10 @@ class Buffer(NamedTuple):
             ptr = ctypes.addressof(ctypes.c_char.from_buffer(view))
         return cls(ptr, view.nbytes, view)
 
+    def fill_from(self, source: Buffer) -> None:
+        """Copy what another one of this size holds."""
+        copy_bytes(self.ptr, source.ptr, self.num_bytes)
+
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
@@ -65,9 +71,45 @@ class Buffers:
             ptrs = [Buffer.of(view).ptr for view in views]
         return cls(ptrs, [view.nbytes for view in views], views)
 
+    @property
+    def shapes(self) -> Sequence[int]:
+        """What buffers must agree on for one to be filled from another: the size."""
+        return self.sizes
+
     def __getitem__(self, row: int) -> Buffer:
         """Return one of them."""
         return Buffer(self.ptrs[row], self.sizes[row], self.owners[row])
+
+
+class ScatteredBuffer(NamedTuple):
+    """Bytes of one value at several addresses."""
+
+    ptrs: Sequence[int]
+    sizes: tuple[int, ...]
+
+    def fill_from(self, source: ScatteredBuffer) -> None:
+        """Copy what another one with parts of these sizes holds."""
+        for part in zip(self.ptrs, source.ptrs, self.sizes, strict=True):
+            copy_bytes(*part)
+
+
+@dataclass(frozen=True, slots=True)
+class ScatteredBuffers:
+    """Values of several parts each, which their caller keeps alive."""
+
+    ptrs: Sequence[Sequence[int]]
+    shapes: Sequence[tuple[int, ...]]
+    """Sizes of the parts of each."""
+    sizes: Sequence[int]
+
+    @classmethod
+    def of(cls, parts: Parts) -> ScatteredBuffers:
+        """Return where the parts of values lie, value by value."""
+        return cls(*parts.by_value(), parts.value_bytes().tolist())
+
+    def __getitem__(self, row: int) -> ScatteredBuffer:
+        """Return one of them."""
+        return ScatteredBuffer(self.ptrs[row], self.shapes[row])
 
 
 class Memory:
@@ -115,6 +157,20 @@ class Memory:
             at = bisect.bisect_right(starts, ptr) - 1
             outside.append(at < 0 or end > stops[at])
         return outside
+
+    def require(self, ptrs: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
+        """Raise ``ValueError`` for the first bytes that do not lie in one registered region."""
+        with self._lock:
+            bounds = [(region.ptr, region.ptr + region.num_bytes) for region in self._regions]
+        starts, stops = np.array([(0, 0), *bounds], np.int64).T
+        at = starts.searchsorted(ptrs, side="right") - 1
+        outside = np.flatnonzero((at < 1) | (ptrs + sizes > stops[at]))
+        if len(outside):
+            part = outside[0]
+            raise ValueError(
+                f"part {part} of {sizes[part]} bytes at {ptrs[part]:#x} is not in a registered "
+                "buffer"
+            )
 
     @contextlib.contextmanager
     def borrow(self, num_bytes: int) -> Iterator[Buffer]:
@@ -170,6 +226,11 @@ class Memory:
         if self._client is not None:
             _register(self._client, region)
         bisect.insort(self._regions, region, key=_ptr)
+
+
+def copy_bytes(target_ptr: int, source_ptr: int, num_bytes: int) -> None:
+    """Copy between two buffers that the caller keeps alive, without the GIL."""
+    ctypes.memmove(target_ptr, source_ptr, num_bytes)
 
 
 def _register(client: Registrar, region: Buffer) -> None:

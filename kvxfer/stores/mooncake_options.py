@@ -11,6 +11,7 @@ from pathlib import Path
 
 from kvxfer.errors import ConfigError, StoreError
 from kvxfer.stores.mooncake_json import read_json
+from kvxfer.stores.parts import TransferMode
 from kvxfer.stores.uri import StoreUri, check_options, parse_seconds, parse_size
 
 CONFIG_VARIABLE = "MOONCAKE_CONFIG_PATH"
@@ -28,7 +29,7 @@ URI_OPTIONS = (
     *("batch_bytes", "batch_keys", "buffer", "check", "client_http_port", "config", "device"),
     *("groups", "hostname", "in_flight", "metadata", "metrics_port", "mode", "offload"),
     *("preferred_segment", "protocol", "replicas", "segment", "soft_pin", "ssd_offload_path"),
-    *("tenant", "timeout_s"),
+    *("tenant", "timeout_s", "transfer"),
 )
 _YES = ("1", "true", "yes", "on")
 _NO = ("0", "false", "no", "off", "")
@@ -43,6 +44,7 @@ class MooncakeOptions:
     go through. ``timeout_s`` bounds a request to the master and a transfer without progress.
     ``batch_keys``, ``batch_bytes`` bound a native call, ``in_flight`` the segments of all threads.
     ``staging_bytes`` bounds what one call loads where there is a disk tier, else None.
+    ``transfer``: how values are to be handed over.
     """
 
     master: str
@@ -66,6 +68,7 @@ class MooncakeOptions:
     batch_bytes: int = 64 << 20
     in_flight: int = 1024
     metrics_port: int = 9003
+    transfer: TransferMode = TransferMode.AUTO
     check: bool = True
 
     @classmethod
@@ -111,6 +114,7 @@ class MooncakeOptions:
             batch_bytes=parse_size(given.get("batch_bytes", "64MiB"), "batch_bytes"),
             in_flight=_count(given, "in_flight", 1024),
             metrics_port=_count(given, "metrics_port", 9003),
+            transfer=_transfer_mode(given),
             check=_flag(given, "check", default="yes"),
         )
 
@@ -122,7 +126,12 @@ class MooncakeOptions:
     @property
     def most_keys(self) -> int:
         """Keys of one native call: half of what may be in flight at most, so that two sides fit."""
-        return min(self.batch_keys, max(1, self.in_flight // 2))
+        return min(self.batch_keys, self.most_segments)
+
+    @property
+    def most_segments(self) -> int:
+        """Segments of one native call, and so the parts that a value may have."""
+        return max(1, self.in_flight // 2)
 
     @property
     def most_load_bytes(self) -> int:
@@ -216,6 +225,14 @@ def _timeout_s(given: Mapping[str, str]) -> float:
     if seconds < 1:
         raise ConfigError(f"timeout_s={seconds}; Mooncake's own timeouts are whole seconds from 1")
     return seconds
+
+
+def _transfer_mode(given: Mapping[str, str]) -> TransferMode:
+    text = given.get("transfer", TransferMode.AUTO.value).strip().lower()
+    modes = [mode.value for mode in TransferMode]
+    if text not in modes:
+        raise ConfigError(f"transfer={text!r}; write {', '.join(modes[:-1])} or {modes[-1]}")
+    return TransferMode(text)
 
 
 def _flag(given: Mapping[str, str], name: str, default: str = "no") -> bool:

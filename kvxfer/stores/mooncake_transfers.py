@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 from kvxfer.stores.base import Outcome
 from kvxfer.stores.mooncake_client import Client, sizes_by_name
@@ -20,11 +20,18 @@ from kvxfer.stores.mooncake_codes import (
     put_outcome,
 )
 from kvxfer.stores.mooncake_counts import Counts
-from kvxfer.stores.mooncake_flights import Flight, Flights, copy_bytes
+from kvxfer.stores.mooncake_flights import Flight, Flights
 from kvxfer.stores.mooncake_link import Link, State
-from kvxfer.stores.mooncake_memory import SLOT_BYTES, Buffers, Memory
+from kvxfer.stores.mooncake_memory import (
+    SLOT_BYTES,
+    Buffers,
+    Memory,
+    ScatteredBuffers,
+    copy_bytes,
+)
 from kvxfer.stores.mooncake_options import MooncakeOptions
 from kvxfer.stores.mooncake_pressure import Pressure
+from kvxfer.stores.mooncake_values import Values, without_equal_names
 from kvxfer.stores.mooncake_wire import Side, Wire, cut
 
 ALIGN = 64
@@ -32,45 +39,6 @@ EXISTS_KEYS = 4096
 """Names of one question: the master answers 4,096 in some milliseconds."""
 DISK_ALIGN = 4096
 """An owner of a disk tier stages a value from one multiple of this to another, and one beside."""
-
-
-@dataclass(frozen=True, slots=True)
-class Values:
-    """Values of one call that travel together, column by column, each (n,); rows of a flight."""
-
-    flight: Flight
-    rows: Sequence[int]
-    names: Sequence[str]
-    ptrs: Sequence[int]
-    sizes: Sequence[int]
-
-    @classmethod
-    def led_by(cls, flight: Flight, names: Sequence[str], buffers: Buffers) -> Values:
-        """Return what the flight leads; ``names`` and ``buffers`` are of all its rows."""
-        values = cls(flight, range(len(names)), names, buffers.ptrs, buffers.sizes)
-        return values if len(flight.led) == len(names) else values.pick(flight.led)
-
-    def __len__(self) -> int:
-        """Return how many."""
-        return len(self.names)
-
-    def part(self, places: range) -> Values:
-        """Return those from one place to another."""
-        if len(places) == len(self):
-            return self
-        cut = slice(places.start, places.stop)
-        columns = (self.rows, self.names, self.ptrs, self.sizes)
-        return Values(self.flight, *(column[cut] for column in columns))  # type: ignore[arg-type]
-
-    def pick(self, places: Sequence[int]) -> Values:
-        """Return those at some places."""
-        columns = (self.rows, self.names, self.ptrs, self.sizes)
-        picked = ([column[place] for place in places] for column in columns)
-        return Values(self.flight, *picked)  # type: ignore[arg-type]
-
-    def land(self, outcomes: Sequence[Outcome]) -> None:
-        """Tell how they fared."""
-        self.flight.land(self.rows, outcomes)
 
 
 class Transfers:
@@ -90,30 +58,26 @@ class Transfers:
         self.pressure = Pressure()
 
     def get(
-        self, client: Client, names: Sequence[str], views: Sequence[memoryview]
+        self, client: Client, names: Sequence[str], buffers: Buffers | ScatteredBuffers
     ) -> list[Outcome]:
-        """Copy values into views; one outcome per name. Equal names and sizes travel once."""
-        buffers = Buffers.of(views)
-        flight = self._gets.claim(list(zip(names, buffers.sizes, strict=True)), buffers)
+        """Copy values into buffers; one outcome per name. Equal names and shapes travel once."""
+        flight = self._gets.claim(list(zip(names, buffers.shapes, strict=True)), buffers)
         with self._landing(flight):
             values = self._within_staging(Values.led_by(flight, names, buffers))
-            for part in _without_equal_names(values):
-                costs = self._load_costs(part.sizes)
-                for places in cut(costs, self._options.most_keys, self._options.most_load_bytes):
-                    self._run(part.part(places), Side.LOAD, client)
+            for part in without_equal_names(values):
+                for batch in self._batches(part, self._load_costs, self._options.most_load_bytes):
+                    self._run(batch, Side.LOAD, client)
         self._counts.add("get_shared", len(flight.followed))
         return flight.wait(self._options.patience_s)
 
     def put(
-        self, client: Client, names: Sequence[str], views: Sequence[memoryview]
+        self, client: Client, names: Sequence[str], buffers: Buffers | ScatteredBuffers
     ) -> list[Outcome]:
-        """Store copies of views; one outcome per name. The first of equal names is stored."""
-        buffers = Buffers.of(views)
+        """Store copies of buffers; one outcome per name. The first of equal names is stored."""
         flight = self._puts.claim(names, buffers)
         with self._landing(flight):
             values = self._absent(client, Values.led_by(flight, names, buffers))
-            for places in cut(values.sizes, self._options.most_keys, self._options.batch_bytes):
-                batch = values.part(places)
+            for batch in self._batches(values, list, self._options.batch_bytes):
                 if self.pressure.is_on:
                     self._counts.add("put_backed_off", len(batch))
                     batch.land([Outcome.NO_SPACE] * len(batch))
@@ -127,13 +91,27 @@ class Transfers:
 
     # Batches
 
+    def _batches(
+        self,
+        values: Values,
+        costs_of: Callable[[Sequence[int]], Sequence[int]],
+        most_bytes: int,
+    ) -> Iterator[Values]:
+        """Yield the values in native calls of bounded keys, segments and bytes."""
+        most_keys = self._options.most_keys
+        if values.are_scattered:
+            segments = list(map(len, values.shapes))
+            for places in cut(segments, most_keys, self._options.most_segments):
+                part = values.part(places)
+                for at in cut(costs_of(part.sizes), most_keys, most_bytes):
+                    yield part.part(at)
+            return
+        for places in cut(costs_of(values.sizes), most_keys, most_bytes):
+            yield values.part(places)
+
     def _run(self, batch: Values, side: Side, client: Client) -> None:
         """Move a batch, in parts that fit the bounce buffer where it is not in our memory."""
-        outside = self._memory.outside(batch.ptrs, batch.sizes)
-        costs = [0] * len(batch)
-        if True in outside:
-            aligned = (-(-size // ALIGN) * ALIGN for size in batch.sizes)
-            costs = [cost * out for cost, out in zip(aligned, outside, strict=True)]
+        costs = self._bounce_costs(batch)
         move = self._load if side is Side.LOAD else self._save
         for places in cut(costs, len(batch), SLOT_BYTES):
             part = batch.part(places)
@@ -146,8 +124,18 @@ class Transfers:
                     _copy_loaded(part, ptrs, outcomes)
             part.land(outcomes)
 
+    def _bounce_costs(self, batch: Values) -> Sequence[int]:
+        """Return the bytes that each value takes of the bounce buffer; parts never bounce."""
+        if batch.are_scattered:
+            return [0] * len(batch)
+        outside = self._memory.outside(batch.ptrs, batch.sizes)
+        if True not in outside:
+            return [0] * len(batch)
+        aligned = (-(-size // ALIGN) * ALIGN for size in batch.sizes)
+        return [cost * out for cost, out in zip(aligned, outside, strict=True)]
+
     @contextlib.contextmanager
-    def _placed(self, part: Values, costs: Sequence[int], side: Side) -> Iterator[Sequence[int]]:
+    def _placed(self, part: Values, costs: Sequence[int], side: Side) -> Iterator[Sequence[Any]]:
         """Yield where the client finds each value: ``part.ptrs``, or in a slot if it bounces."""
         total = sum(costs)
         if not total:
@@ -163,8 +151,9 @@ class Transfers:
                         copy_bytes(at, ptr, size)
             yield ptrs
 
-    def _load(self, client: Client, part: Values, ptrs: Sequence[int]) -> list[Outcome]:
-        codes = self._call(Side.LOAD, client.get, part, ptrs)
+    def _load(self, client: Client, part: Values, ptrs: Sequence[Any]) -> list[Outcome]:
+        get = client.get_parts if part.are_scattered else client.get
+        codes = self._call(Side.LOAD, get, part, ptrs)
         if codes == part.sizes:
             return [Outcome.OK] * len(part)
         doubtful = [
@@ -181,8 +170,9 @@ class Transfers:
             outcomes.append(outcome)
         return outcomes
 
-    def _save(self, client: Client, part: Values, ptrs: Sequence[int]) -> list[Outcome]:
-        codes = self._call(Side.SAVE, client.put, part, ptrs)
+    def _save(self, client: Client, part: Values, ptrs: Sequence[Any]) -> list[Outcome]:
+        put = client.put_parts if part.are_scattered else client.put
+        codes = self._call(Side.SAVE, put, part, ptrs)
         if not any(codes):
             self.pressure.stored()
             return [Outcome.OK] * len(part)
@@ -199,15 +189,15 @@ class Transfers:
     def _call(
         self,
         side: Side,
-        call: Callable[[Sequence[str], Sequence[int], Sequence[int]], list[int]],
+        call: Callable[[Sequence[str], Sequence[Any], Sequence[Any]], list[int]],
         part: Values,
-        ptrs: Sequence[int],
+        ptrs: Sequence[Any],
     ) -> list[int]:
-        with self._wire.admit(side, len(part), self._options.patience_s) as entered:
+        with self._wire.admit(side, part.num_segments, self._options.patience_s) as entered:
             if not entered:
                 self._counts.complain("the wire was not free in time", "other calls are stuck")
                 return [NO_ANSWER] * len(part)
-            codes = call(part.names, ptrs, part.sizes)
+            codes = call(part.names, ptrs, part.shapes)
         self._link.note(codes)
         return codes
 
@@ -282,12 +272,3 @@ def _copy_loaded(part: Values, ptrs: Sequence[int], outcomes: Sequence[Outcome])
     for target, source, size, outcome in places:
         if outcome is Outcome.OK and source != target:
             copy_bytes(target, source, size)
-
-
-def _without_equal_names(values: Values) -> Iterator[Values]:
-    """Yield the values in lists of different names: a native get mixes up equal ones."""
-    while len(set(values.names)) < len(values):
-        firsts = {name: place for place, name in reversed(list(enumerate(values.names)))}.values()
-        yield values.pick(sorted(firsts))
-        values = values.pick(sorted(set(range(len(values))) - set(firsts)))
-    yield values

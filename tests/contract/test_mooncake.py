@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from mooncake_servers import MIB, Servers, require_client, servers
+from parts_contract import PartsContract, cache
 from store_contract import StoreContract
 
 from kvxfer.stores import Store, open_store
@@ -28,7 +29,10 @@ def shared_store(pool: Servers) -> Iterator[Store]:
     store.close()
 
 
-class TestMooncakeStore(StoreContract):
+__all__ = ["cache"]
+
+
+class TestMooncakeStore(PartsContract, StoreContract):
     NEED_THEIR_OWN = ("close", "stats_count")
     """Tests that end a store or count from 0; the others share one, since to end one takes 1 s."""
 

@@ -23,8 +23,9 @@ import tamper_modes
 from engine_checks import WatchedStore, assert_loads_matter, compute_again, compute_cold
 from engine_families import FAMILIES, write_family
 from engine_faults import one_thread_each
-from engine_harness import Engine, EngineSettings
+from engine_harness import EngineSettings
 from engine_models import BLOCK_TOKENS, Prompts, write_tiny_llama
+from mooncake_engines import Engines
 from mooncake_servers import HOST, MIB, require_client, servers, wait_until
 
 from kvxfer.stores import open_store
@@ -52,13 +53,8 @@ class Site:
             store=pool.master.uri(buffer="8MiB", timeout_s=PATIENT_S),
             extra=PATIENT,
         )
-        self._prompts, self._engines = Prompts(11), []
-
-    def start(self, settings):
-        folder = self.folder / f"engine-{len(self._engines)}"
-        folder.mkdir()
-        self._engines.append(Engine(settings, folder))
-        return self._engines[-1]
+        self._prompts = Prompts(11)
+        self.engines = Engines(folder)
 
     def draw(self):
         """Return two prompts of some blocks and a token."""
@@ -80,8 +76,7 @@ class Site:
         assert self._look.remove([name.encode() for name in names]) == len(names)
 
     def close(self):
-        for engine in self._engines:
-            engine.kill()
+        self.engines.kill_all()
         self._look.close()
         self.store.close()
 
@@ -104,9 +99,10 @@ def site(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def one_rank(site):
-    """Return an engine of role kv_both that stores two shards for each block."""
-    return site.start(site.settings.but(extra=(*PATIENT, ("store_tp", 2))))
+def ranks(site):
+    """Return engines of one rank and of two, role kv_both, that store two shards for each block."""
+    settings = site.settings.but(extra=(*PATIENT, ("store_tp", 2)))
+    return site.engines.start(settings, site.settings.but(tensor_parallel=2))
 
 
 HITS = 2 * NUM_BLOCKS * BLOCK_TOKENS
@@ -125,12 +121,12 @@ def assert_warm_is_cold(site, engine):
     return batch, cold
 
 
-def test_an_engine_loads_what_it_saved_itself(site, one_rank):
-    assert_warm_is_cold(site, one_rank)
+def test_an_engine_loads_what_it_saved_itself(site, ranks):
+    assert_warm_is_cold(site, ranks[0])
 
 
-def test_two_ranks_load_their_own_shards_and_those_that_one_rank_saved(site, one_rank):
-    two_ranks = site.start(site.settings.but(tensor_parallel=2))
+def test_two_ranks_load_their_own_shards_and_those_that_one_rank_saved(site, ranks):
+    one_rank, two_ranks = ranks
     batch, cold = assert_warm_is_cold(site, two_ranks)
     assert_loads_matter(two_ranks, batch, cold, mode=tamper_modes.SWAP_SHARDS)
     others = site.draw()
@@ -139,15 +135,22 @@ def test_two_ranks_load_their_own_shards_and_those_that_one_rank_saved(site, one
     warm = compute_again(two_ranks, others)
     assert warm.external_hits == HITS
     assert [o.tokens for o in warm.outputs] == [o.tokens for o in other_cold.outputs]
-    two_ranks.kill()
+    for engine in ranks:
+        engine.kill()
 
 
-def test_a_hybrid_model_loads_attention_and_state(site):
+@pytest.fixture(scope="module")
+def others(site):
+    """Return an engine of a hybrid model, and one of two connectors on the same master.
+
+    The latter has the in-tree connector, which is asked first, and kvxfer.
+    """
+    return site.engines.start(hybrid_settings(site), two_children_settings(site))
+
+
+def test_a_hybrid_model_loads_attention_and_state(site, others):
     """One prompt at a time: the recurrent kernels round by the shape of the whole batch."""
-    family = FAMILIES["recurrent_and_full"]
-    (site.folder / "hybrid").mkdir()
-    model = write_family(site.folder / "hybrid", family)
-    engine = site.start(site.settings.but(model=model, besides=family.arguments))
+    engine, _ = others
     batch = [site.draw()[0] * 2, site.draw()[0]]
     cold = [engine.generate([prompt]) for prompt in batch]
     site.settle()
@@ -160,35 +163,45 @@ def test_a_hybrid_model_loads_attention_and_state(site):
     engine.kill()
 
 
-@pytest.fixture(scope="module")
-def two_children(site):
-    """Return an engine with the in-tree connector, asked first, and kvxfer on the same master."""
+def hybrid_settings(site):
+    family = FAMILIES["recurrent_and_full"]
+    (site.folder / "hybrid").mkdir()
+    model = write_family(site.folder / "hybrid", family)
+    return site.settings.but(model=model, besides=family.arguments)
+
+
+def two_children_settings(site):
     config = site.folder / "mooncake.json"
     fields = {"metadata_server": "P2PHANDSHAKE", "protocol": "tcp", "device_name": ""}
     fields |= {"mode": "standalone-store", "master_server_address": site.pool.master.address}
     fields |= {"global_segment_size": 0, "local_buffer_size": 8 * MIB}
     config.write_text(json.dumps(fields))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MOONCAKE_CONFIG_PATH", str(config))
-        patch.setenv("MOONCAKE_REQUESTER_LOCAL_HOSTNAME", HOST)
-        patch.setenv("PYTHONHASHSEED", "0")
-        kvxfer = site.settings.but(extra=(*PATIENT, ("cache_prefix", "multi"))).arguments()
-        children = [
-            {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"},
-            kvxfer["kv_transfer_config"],
-        ]
-        transfer = {
-            "kv_connector": "MultiConnector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"connectors": children},
-        }
-        besides = (("kv_transfer_config", transfer),)
-        return site.start(site.settings.but(store=None, besides=besides))
+    environment = {
+        "MOONCAKE_CONFIG_PATH": str(config),
+        "MOONCAKE_REQUESTER_LOCAL_HOSTNAME": HOST,
+        "PYTHONHASHSEED": "0",
+    }
+    kvxfer = site.settings.but(extra=(*PATIENT, ("cache_prefix", "multi"))).arguments()
+    children = [
+        {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"},
+        kvxfer["kv_transfer_config"],
+    ]
+    transfer = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": children},
+    }
+    return site.settings.but(
+        store=None,
+        besides=(("kv_transfer_config", transfer),),
+        environment=tuple(environment.items()),
+    )
 
 
-def test_child_that_is_not_chosen_loads_nothing_and_saves_everything(site, two_children):
+def test_child_that_is_not_chosen_loads_nothing_and_saves_everything(site, others):
     """Then it is chosen, because what the other one stored has gone, and loads all of it."""
+    _, two_children = others
     batch, before = site.draw(), site.names()
     cold = two_children.generate(batch)
     site.settle()

@@ -18,8 +18,9 @@ pytest.importorskip("vllm")
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 
 from engine_checks import WatchedStore, assert_loads_matter, compute_again, compute_cold
-from engine_harness import EnginePool, EngineSettings
+from engine_harness import EngineSettings
 from engine_models import BLOCK_TOKENS, Prompts, write_tiny_llama
+from mooncake_engines import Engines
 from mooncake_servers import MIB, require_client, servers, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -36,16 +37,17 @@ class Site:
         self.store = WatchedStore(pool.master.uri())
         uri = pool.master.uri(buffer="8MiB", segment=0)
         settings = EngineSettings(model=write_tiny_llama(folder / "model"), store=uri)
-        self.engines = EnginePool(folder)
-        self.producer = self.engines.get(settings.but(role="kv_producer"))
-        self.consumer = self.engines.get(settings.but(role="kv_consumer"))
+        self._engines = Engines(folder)
+        self.producer, self.consumer = self._engines.start(
+            settings.but(role="kv_producer"), settings.but(role="kv_consumer")
+        )
         self._prompts = Prompts(5)
 
     def draw(self):
         return [self._prompts.draw(NUM_BLOCKS // 2 * BLOCK_TOKENS + 1) for _ in range(2)]
 
     def close(self):
-        self.engines.kill_all()
+        self._engines.kill_all()
         self.store.close()
 
 

@@ -8,6 +8,8 @@ that are called OK are the right ones.
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -150,6 +152,38 @@ def test_the_owner_of_the_segment_dies_in_mid_put(start, open_on):
     calls.stop()
     assert set(calls.outcomes) <= {Outcome.OK, Outcome.FAILED, Outcome.NO_SPACE}
     assert store.stats().counters["put_backoffs"] >= 1
+
+
+PRODUCER = """
+import sys
+sys.path[:0] = sys.argv[2:]
+from test_mooncake_faults import keys_of, put
+from kvxfer.stores import open_store
+store = open_store(sys.argv[1])
+print("up", flush=True)
+put(store, keys_of("killed", 64))
+print("done", flush=True)
+"""
+
+
+def test_a_producer_killed_in_mid_put_leaves_whole_values_or_none(start, open_on):
+    """Its half of a value is given up by the master, and the key can be put again."""
+    pool = start(flags=["--put_start_discard_timeout_sec=1", "--put_start_release_timeout_sec=2"])
+    store, keys = open_on(pool), keys_of("killed", 64)
+    found = set()
+    for _ in range(2):
+        command = [sys.executable, "-c", PRODUCER, pool.master.uri(batch_keys=1), *sys.path]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as producer:
+            assert producer.stdout.readline() == b"up\n"
+            wait_until(lambda: 1 in store.exists(keys))
+            producer.kill()
+        outcomes = get(store, keys)
+        found.update(outcomes)
+        assert set(outcomes) <= {Outcome.OK, Outcome.MISSING}
+        wait_until(lambda: set(put(store, keys)) == {Outcome.EXISTS})
+        wait_until(lambda: set(get(store, keys)) == {Outcome.OK})
+        store.remove(keys)
+    assert Outcome.MISSING in found
 
 
 @pytest.mark.parametrize("which", ["master", "owner"])

@@ -3,31 +3,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import subprocess
 import sys
 
 import pytest
-from mooncake_servers import HOST, MIB, START_S, free_port, wait_until
+from mooncake_servers import HOST, MIB, START_S, free_port, own_role, wait_until
 
 from kvxfer.stores import Outcome, open_store
 from kvxfer.stores.mooncake_metrics import read_occupancy
 
 COMMAND = (sys.executable, "-m", "kvxfer.stores.mooncake_owner")
-
-
-@contextlib.contextmanager
-def owner_of(pool, segment="32MiB"):
-    """Start an owner and wait until it says that it has mounted; kill it at the end."""
-    uri = pool.master.uri(segment=segment, hostname=HOST)
-    with subprocess.Popen([*COMMAND, uri], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            said = process.stdout.readline()
-            assert said == f"{32 * MIB} bytes are mounted at {pool.master.address}\n"
-            yield process
-        finally:
-            process.kill()
 
 
 def capacity_bytes(pool):
@@ -46,7 +32,7 @@ def put_and_get(store, key):
 
 def test_an_owner_serves_stores_and_gives_its_segment_back(start, open_on):
     pool = start(0)
-    with owner_of(pool) as process:
+    with own_role(pool.master, 32 * MIB) as process:
         assert capacity_bytes(pool) == 32 * MIB
         writer, reader = open_on(pool), open_on(pool)
         assert put_and_get(writer, b"key") is Outcome.OK
@@ -60,7 +46,7 @@ def test_an_owner_serves_stores_and_gives_its_segment_back(start, open_on):
 
 def test_an_owner_mounts_again_when_its_master_is_back(start, open_on):
     pool = start(0)
-    with owner_of(pool):
+    with own_role(pool.master, 32 * MIB):
         store = open_on(pool)
         assert put_and_get(store, b"before") is Outcome.OK
         pool.master.kill()
@@ -90,7 +76,7 @@ def test_an_owner_that_cannot_start_says_why(uri, said):
 
 def test_stores_of_a_pool_that_its_owner_left_take_nothing(start):
     pool = start(0)
-    with owner_of(pool):
+    with own_role(pool.master, 32 * MIB):
         store = open_store(pool.master.uri())
     try:
         wait_until(lambda: capacity_bytes(pool) == 0, 60)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from mooncake_servers import HOST, MIB, TIMEOUT_S, free_port
+from mooncake_servers import HOST, MIB, TIMEOUT_S, binary, free_port
 
 from kvxfer.errors import ConfigError, StoreError
 from kvxfer.stores import Outcome, open_store
@@ -43,6 +43,31 @@ def test_a_port_that_is_no_master_is_told(start):
     uri = pool.master.uri().replace(pool.master.address, f"{HOST}:{pool.master.metrics_port}")
     with pytest.raises(StoreError, match="check that it is a mooncake_master of the same version"):
         open_store(uri)
+
+
+def test_a_master_of_another_version_is_refused(start, tmp_path, monkeypatch, capfd):
+    """The client compares versions of the protocol between them, and says which they are."""
+    monkeypatch.setattr(
+        "mooncake_servers.binary", lambda name: binary_of_version(tmp_path, b"1.9.0")
+    )
+    pool = start(0)
+    with pytest.raises(StoreError, match="check that it is a mooncake_master of the same version"):
+        open_store(pool.master.uri())
+    assert "Version mismatch: server=1.9.0" in capfd.readouterr().err
+
+
+def binary_of_version(folder, version):
+    """Return a copy of the master that says it has another version; beside it its libraries."""
+    original = binary("mooncake_master")
+    for libraries in original.parents[1].glob("mooncake*.libs"):
+        (folder / libraries.name).symlink_to(libraries)
+    copy = folder / "mooncake" / original.name
+    copy.parent.mkdir()
+    content, own_version = original.read_bytes(), b"\0" + b"2.0.0" + b"\0"
+    assert content.count(own_version) == 1
+    copy.write_bytes(content.replace(own_version, b"\0" + version + b"\0"))
+    copy.chmod(0o755)
+    return copy
 
 
 def test_a_protocol_that_the_build_lacks_is_told(start):

@@ -63,15 +63,22 @@ class FakeNative:
         if (answer := self._script("get", names, all_ptrs, all_sizes)) is not ...:
             return answer
         places = zip(names, all_ptrs, all_sizes, strict=True)
-        return [self._get(name, ptrs[0], sizes[0]) for name, ptrs, sizes in places]
+        return [self._get(name, ptrs, sizes) for name, ptrs, sizes in places]
+
+    def batch_put_from_multi_buffers(self, names, all_ptrs, all_sizes, config):
+        self.configs.append(config)
+        if (answer := self._script("put", names, all_ptrs, all_sizes)) is not ...:
+            return answer
+        for name, ptrs, sizes in zip(names, all_ptrs, all_sizes, strict=True):
+            self.values.setdefault(name, b"".join(map(self._read, ptrs, sizes)))
+        return [0] * len(names)
 
     def batch_put_from(self, names, ptrs, sizes, config):
         self.configs.append(config)
         if (answer := self._script("put", names, ptrs, sizes)) is not ...:
             return answer
         for name, ptr, size in zip(names, ptrs, sizes, strict=True):
-            assert self.is_registered(ptr, size)
-            self.values.setdefault(name, ctypes.string_at(ptr, size))
+            self.values.setdefault(name, self._read(ptr, size))
         return [0] * len(names)
 
     def batch_remove(self, names, force):
@@ -92,15 +99,21 @@ class FakeNative:
     def is_registered(self, ptr, size):
         return any(at <= ptr and ptr + size <= at + n for at, n in self.regions.items())
 
-    def _get(self, name, ptr, size):
+    def _read(self, ptr, size):
         assert self.is_registered(ptr, size)
-        value = self.values.get(name)
+        return ctypes.string_at(ptr, size)
+
+    def _get(self, name, ptrs, sizes):
+        assert all(map(self.is_registered, ptrs, sizes))
+        value, total = self.values.get(name), sum(sizes)
         if value is None:
             return MISSING
-        if len(value) != size:
-            return -600 if size < len(value) else -800
-        ctypes.memmove(ptr, value, size)
-        return size
+        if len(value) != total:
+            return -600 if total < len(value) else -800
+        for ptr, size in zip(ptrs, sizes, strict=True):
+            ctypes.memmove(ptr, value[:size], size)
+            value = value[size:]
+        return total
 
     def _script(self, call, *arguments):
         with self.lock:

@@ -33,7 +33,7 @@ def check(native, occupancy=None):
 def test_check_leaves_nothing_behind(native):
     check(native)
     ((_, _, sizes),) = native.calls["get"]
-    assert sizes == [[PROBE_BYTES]]
+    assert sizes == [(PROBE_BYTES,)]
     assert native.values == {}
 
 
@@ -63,3 +63,26 @@ def test_check_of_a_transfer_that_fails_raises_and_names_protocol_and_host(nativ
     with pytest.raises(StoreError, match=r"transfer \(-800\).*one protocol \(here tcp\)"):
         check(native)
     assert native.values == {}
+
+
+def test_check_of_a_tenant_that_is_not_known_names_it(native):
+    native.scripts["put"] = lambda *_: [-1701]
+    with pytest.raises(StoreError, match="has no tenant 'default': set tenant"):
+        check(native)
+
+
+@pytest.mark.parametrize(
+    ("builds", "message"),
+    [
+        (["mooncake-a 1", "mooncake-b 2"], "2 builds of it are installed over each other: .*b 2"),
+        (["mooncake-a 1"], r"\(mooncake-a 1\) did not start: refused \(-600\).* same version"),
+        ([], r"\(of unknown build\) did not start"),
+    ],
+    ids=["two", "one", "none"],
+)
+def test_a_client_that_does_not_start_names_its_builds(monkeypatch, native, builds, message):
+    native.setup_codes.append(-600)
+    monkeypatch.setattr("kvxfer.stores.mooncake_client.import_client", lambda: fake_module(native))
+    monkeypatch.setattr("kvxfer.stores.mooncake_client.installed_builds", lambda: builds)
+    with pytest.raises(StoreError, match=message):
+        Client.connect(OPTIONS)

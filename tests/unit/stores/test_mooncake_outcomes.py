@@ -54,6 +54,7 @@ def counters(store):
         (-707, Outcome.FAILED, "get_failed_lease_expired"),
         (-800, Outcome.FAILED, "get_failed_transfer"),
         (-801, Outcome.CORRUPT, None),
+        (-1102, Outcome.FAILED, "get_failed_disk_read"),
         (-900, Outcome.FAILED, "get_failed_master_lost"),
         (-901, Outcome.FAILED, "get_failed_timed_out"),
         (-12345, Outcome.FAILED, "get_failed_code_12345"),
@@ -205,7 +206,7 @@ def test_values_in_registered_memory_are_not_copied(store, native):
     assert store.put_from([b"k"], [buffer[:8]]) == [Outcome.OK]
     assert store.get_into([b"k"], [buffer[100:108]]) == [Outcome.OK]
     assert native.calls["put"][0][1] == [start]
-    assert native.calls["get"][0][1] == [[start + 100]]
+    assert native.calls["get"][0][1] == [(start + 100,)]
     assert buffer[100:108] == b"12345678"
 
 
