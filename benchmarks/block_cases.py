@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 from config import SIZES
 
-from kvxfer.blocks import BlockLayout, gather, scatter
+from kvxfer.blocks import ITEM_DTYPE, BlockLayout, gather, gather_items, scatter, scatter_items
 
 LINE_BYTES = 64
 
@@ -68,6 +69,24 @@ class CopyCase:
     @cached_property
     def torch_ids(self) -> Any:
         return _torch().from_numpy(self.block_ids)
+
+    @cached_property
+    def items(self) -> np.ndarray:
+        """The job of `gather` and `scatter`, as the transfer threads have it."""
+        items = np.zeros(len(self.values), dtype=ITEM_DTYPE)
+        items["block_id"] = self.block_ids
+        start, step = self.values.ctypes.data, self.values.shape[1]
+        items["value_ptr"] = start + np.arange(len(items), dtype=np.uint64) * np.uint64(step)
+        return items
+
+    @cached_property
+    def halves(self) -> tuple[np.ndarray, np.ndarray]:
+        middle = len(self.items) // 2
+        return self.items[:middle], self.items[middle:]
+
+    @cached_property
+    def threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(2)
 
     @property
     def bytes_moved(self) -> int:
@@ -134,6 +153,26 @@ def _scatter_torch(case: CopyCase) -> None:
         layer.index_copy_(0, case.torch_ids, rows)
 
 
+def gather_with_plain_stores(case: CopyCase) -> None:
+    """Gather with memcpy's stores: our own loop without streaming."""
+    gather_items(case.layout, case.items, level=0)
+
+
+def scatter_with_plain_stores(case: CopyCase) -> None:
+    """Scatter as `gather_with_plain_stores`."""
+    scatter_items(case.layout, case.items, level=0)
+
+
+def gather_on_two_threads(case: CopyCase) -> None:
+    """Gather half of the items on each of two threads."""
+    list(case.threads.map(lambda items: gather_items(case.layout, items), case.halves))
+
+
+def scatter_on_two_threads(case: CopyCase) -> None:
+    """Scatter half of the items on each of two threads."""
+    list(case.threads.map(lambda items: scatter_items(case.layout, items), case.halves))
+
+
 def copy_in_one_call(case: CopyCase) -> None:
     """Move as many bytes as the case does, one memcpy per layer: the yardstick."""
     num_bytes = case.values.nbytes // case.num_layers
@@ -148,6 +187,11 @@ GATHER: dict[str, Copy] = {
     "torch": _gather_torch,
     "memcpy": copy_in_one_call,
 }
+WAYS: dict[str, tuple[Copy, Copy, Copy]] = {
+    "gather": (gather_with_plain_stores, _gather_kvxfer, gather_on_two_threads),
+    "scatter": (scatter_with_plain_stores, _scatter_kvxfer, scatter_on_two_threads),
+}
+"""Our own: plain stores, what it does by itself, two threads of that."""
 SCATTER: dict[str, Copy] = {
     "kvxfer": _scatter_kvxfer,
     "numpy": _scatter_numpy,

@@ -12,9 +12,13 @@ from __future__ import annotations
 
 import statistics
 import time
+from functools import partial
 
-from block_cases import GATHER, SCATTER, Copy, CopyCase, copy_in_one_call
+import numpy as np
+from block_cases import GATHER, SCATTER, WAYS, Copy, CopyCase, copy_in_one_call
 from config import IS_SMOKE, KIB, MIB, SIZES
+
+from kvxfer.blocks import plan
 
 NUM_PAIRS = SIZES.min_rounds + 1
 COPY_BYTES = SIZES.copy_bytes if IS_SMOKE else 512 * MIB
@@ -29,6 +33,46 @@ def main() -> None:
         print(f"{'fragment':>16} " + " ".join(f"{impl:>20}" for impl in rivals) + "  memcpy GB/s")
         for fragment, num_layers in CASES:
             _print_row(CopyCase(fragment, num_layers, COPY_BYTES), [copies[i] for i in rivals])
+    _print_ways()
+    _print_items()
+
+
+def _print_ways() -> None:
+    """Print what streaming stores gain, and what a second thread does."""
+    print("\nrate as a ratio to our own loop with plain stores")
+    print(f"{'fragment':>16} " + " ".join(f"{name:>41}" for name in WAYS))
+    print(f"{'':>16} " + " ".join(f"{way:>20}" for way in ("by itself", "two threads") * 2))
+    for fragment, num_layers in CASES:
+        case = CopyCase(fragment, num_layers, COPY_BYTES)
+        case.prepare()
+        cells = []
+        for plain, *others in WAYS.values():
+            for copy in others:
+                copy(case)
+                case.check()
+                pairs = [(_seconds(plain, case), _seconds(copy, case)) for _ in range(NUM_PAIRS)]
+                cells.append(_cell([plain_s / copy_s for plain_s, copy_s in pairs]))
+        print(f"{_label(case):>16} " + " ".join(f"{cell:>20}" for cell in cells), flush=True)
+
+
+def _print_items() -> None:
+    """Print how long the items of a job of 1,000 blocks take, whatever the number of layers."""
+    ids = np.random.default_rng(1).permutation(100_000)[:1000].astype(np.int64)
+    build = partial(
+        plan.make_items,
+        ids,
+        None,
+        num_blocks=100_000,
+        class_id=0,
+        value_ptr=1 << 40,
+        value_step=160 * 4096,
+    )
+    times = []
+    for _ in range(100 * NUM_PAIRS):
+        start = time.perf_counter()
+        build()
+        times.append(time.perf_counter() - start)
+    print(f"\nitems of 1,000 blocks x 160 regions: {statistics.median(times) * 1e6:.0f} us")
 
 
 def _print_row(case: CopyCase, copies: list[Copy]) -> None:
@@ -42,10 +86,17 @@ def _print_row(case: CopyCase, copies: list[Copy]) -> None:
             reference_s, copy_s = _seconds(copy_in_one_call, case), _seconds(copy, case)
             ratios.append(reference_s / copy_s)
             rates.append(case.bytes_moved / reference_s / 1e9)
-        cells.append(f"{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]")
-    label = f"{case.num_layers} x {case.fragment}" if case.num_layers > 1 else str(case.fragment)
-    print(f"{label:>16} " + " ".join(f"{cell:>20}" for cell in cells), end="")
+        cells.append(_cell(ratios))
+    print(f"{_label(case):>16} " + " ".join(f"{cell:>20}" for cell in cells), end="")
     print(f"  {statistics.median(rates):.1f}", flush=True)
+
+
+def _cell(ratios: list[float]) -> str:
+    return f"{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]"
+
+
+def _label(case: CopyCase) -> str:
+    return f"{case.num_layers} x {case.fragment}" if case.num_layers > 1 else str(case.fragment)
 
 
 def _seconds(copy: Copy, case: CopyCase) -> float:

@@ -38,6 +38,7 @@ class Role(enum.StrEnum):
 
 
 ValueOrder = Literal["native", "token_major", "head_major"]
+LoadWhen = Literal["always", "faster"]
 """Order of the bytes of one layer's part of a value."""
 
 
@@ -75,6 +76,17 @@ class KVXferConfig:
     """Lookups that some request waits for; more are misses."""
     answer_max_age_s: float = 10.0
     """A hit that could not be scheduled for so long is looked up again."""
+    load_when: LoadWhen = "always"
+    """``always``, or ``faster``: only while loads bring more tokens a second than prefills compute,
+    both measured as the scheduler sees them."""
+    min_load_tokens: int = 1
+    """A hit of fewer tokens beyond vLLM's own is computed."""
+    load_tokens_per_s: float | None = None
+    """With ``load_when=faster``: the rate of loads; None: measured."""
+    prefill_tokens_per_s: float | None = None
+    """With ``load_when=faster``: the rate of prefills; None: measured."""
+    min_sightings: int = 1
+    """Save what so many requests have had in their prompt, and no generated tokens above 1."""
     load_async: bool = True
     """Loads run between steps. False is refused: see the README's list of what is not done."""
     load_timeout_s: float = 30.0
@@ -94,6 +106,8 @@ class KVXferConfig:
     num_load_threads: int = 2
     staging_bytes: int = 128 << 20
     """Host memory between KV cache and store, per worker."""
+    device_staging_bytes: int = 128 << 20
+    """GPU memory between KV cache and ``staging_bytes``, per worker, at most; unused on a CPU."""
     start_timeout_s: float = 30.0
     """Longest wait of start-up for the lookup server, for a machine busy with starting up."""
     reset_timeout_s: float = 30.0
@@ -181,7 +195,7 @@ def _choice(name: str, value: object, choices: tuple[object, ...]) -> object:
     return value
 
 
-_LARGEST = {"_s": LONGEST_S, "_bytes": 2**47, "_threads": 256}
+_LARGEST = {"_per_s": 2**47, "_s": LONGEST_S, "_bytes": 2**47, "_threads": 256}
 """By the unit that ends a setting's name: a day, the address space, more threads than cores."""
 _LARGEST_COUNT = 2**31 - 1
 

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -25,15 +27,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 
 from kvxfer.messages import KVXferHandshake, KVXferMetadata
 from kvxfer.observe.logs import join_vllm_logging
+from kvxfer.observe.prometheus import KVXferPromMetrics
+from kvxfer.observe.stats import KVXferStats
 from kvxfer.scheduler import KVXferScheduler
 from kvxfer.worker import KVXferWorker
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.block_pool import BlockPool
@@ -42,6 +51,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
 
 
 class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
@@ -155,6 +166,10 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
         """Forward; see ``KVXferScheduler``."""
         return self._scheduler.has_pending_push_work()
 
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Forward; see ``KVXferScheduler``."""
+        return self._scheduler.take_events()
+
     def reset_cache(self) -> bool | None:
         """Remove what this model stored under our prefix; None on the worker side."""
         return None if self._scheduler_side is None else self._scheduler_side.reset()
@@ -179,6 +194,11 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Forward; see ``KVXferWorker``."""
         return self._worker.get_handshake_metadata()
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Take the step's orders; see ``KVXferWorker.begin_step``."""
+        super().bind_connector_metadata(connector_metadata)
+        self._worker.begin_step(self._step)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Forward; see ``KVXferWorker``."""
@@ -211,6 +231,46 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Forward; see ``KVXferWorker``."""
         return self._worker.build_connector_worker_meta()
+
+    # Metrics
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Return what this side has counted since the last step; None if nothing."""
+        side = self._worker_side if self._scheduler_side is None else self._scheduler_side
+        assert side is not None
+        return side.take_stats()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        """Return stats of what a step sent, for vLLM's log; they grow apart from ``data``."""
+        return KVXferStats(data).copy()
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        """Return the frontend's collectors."""
+        return KVXferPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _register() -> None:
+    """Make the class known by its name to vLLM's factory.
+
+    The log of a ``MultiConnector`` asks for the classes of its children by name alone, without
+    their module paths, and raises in the frontend's output loop for one that was not registered.
+    """
+    name = KVXferConnector.__name__
+    try:
+        KVConnectorFactory.register_connector(name, KVXferConnector.__module__, name)
+    except ValueError as error:  # another module of the name came first
+        logger.debug("vLLM keeps another connector: %s", error)
+
+
+_register()
 
 
 def _with_own_engine_id(vllm_config: VllmConfig) -> VllmConfig:

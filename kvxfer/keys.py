@@ -46,12 +46,15 @@ class KeySpace:
 
     ``group`` is the index of the cache group in the engine; ``class_id`` the class of
     :class:`kvxfer.blocks.BlockLayout` that copies it, or -1 on a rank that does not hold it.
+    A rank that shares the work has every chunk whose hash, modulo ``num_turns``, is ``turn``.
     """
 
     group: int
     prefix: bytes
     class_id: int = -1
     value_bytes: int = 0
+    turn: int = 0
+    num_turns: int = 1
 
     def keys(self, hashes: Buffer, hash_bytes: int, hash_idx: NDArray[np.int32]) -> list[bytes]:
         """Return the key of each hash of ``hash_idx`` (see ``_native.keys.build_keys``)."""

@@ -30,6 +30,10 @@ class KVXferWorkerMetadata(KVConnectorWorkerMetadata):
     ended: dict[int, int] = field(default_factory=dict)
     failed_loads: frozenset[str] = frozenset()
     """Requests of which a load failed on some rank, wholly or in part."""
+    failed_saves: frozenset[int] = frozenset()
+    """Of the ended jobs, saves that did not store everything on some rank."""
+    lost: frozenset[tuple[int, bytes]] = frozenset()
+    """(cache group, block hash) of blocks of which some rank saw a value go, or gone."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVXferWorkerMetadata:
         """Return both ranks' events together."""
@@ -39,6 +43,8 @@ class KVXferWorkerMetadata(KVConnectorWorkerMetadata):
             blocks_free=_add(self.blocks_free, other.blocks_free),
             ended=_add(self.ended, other.ended),
             failed_loads=self.failed_loads | other.failed_loads,
+            failed_saves=self.failed_saves | other.failed_saves,
+            lost=self.lost | other.lost,
         )
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from kvxfer.blocks import BlockLayout
 from kvxfer.keys import KeySpace, key_prefix, reset_prefix
@@ -13,10 +14,11 @@ from kvxfer.vllm_specs import EngineFacts, LayerSet, ValueNames
 class RankSpaces:
     """Maps each cache group to key spaces; worker side, made once the layout is known.
 
-    ``held``: shards that lie in this rank's KV cache, which it loads. ``saved``: those of them
-    that it also saves; of replicas one rank does. ``all_shards``: what a chunk consists of over
-    all ranks, so that rank 0 can tell whether it is whole. A rank can derive it for its own
-    pipeline stage; of others it is told (``set_all_shards``), and knows nothing before.
+    ``held``: shards that lie in this rank's KV cache, which it loads. ``saved``: the same, with
+    its share of their chunks: ranks that hold the same bytes save in turn, by a chunk's hash.
+    ``all_shards``: what a chunk consists of over all ranks, so that rank 0 can tell whether it is
+    whole. A rank can derive it for its own pipeline stage; of others it is told
+    (``set_all_shards``), and knows nothing before.
     """
 
     def __init__(
@@ -39,8 +41,8 @@ class RankSpaces:
                 self.all_shards.setdefault(layer_set.group, []).append(space)
                 if class_id >= 0:
                     self.held.setdefault(layer_set.group, []).append(space)
-                    if layer_set.is_first_replica:
-                        self.saved.setdefault(layer_set.group, []).append(space)
+                    turn = replace(space, turn=layer_set.replica, num_turns=layer_set.num_replicas)
+                    self.saved.setdefault(layer_set.group, []).append(turn)
         if facts.pp_size > 1:
             self.all_shards = {}
 

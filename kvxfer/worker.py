@@ -16,12 +16,16 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from kvxfer.blocks import BlockLayout, StagingPool
+from kvxfer.blocks.cuda_calibration import calibrate
+from kvxfer.blocks.cuda_mover import CudaMover
+from kvxfer.blocks.cuda_queues import TorchQueues
+from kvxfer.blocks.movers import HostMover, Mover
 from kvxfer.config import KVXferConfig
 from kvxfer.errors import ConfigError
 from kvxfer.keys import KeySpace
@@ -29,10 +33,15 @@ from kvxfer.lookup import Endpoint, LookupServer, PackedHashes
 from kvxfer.lookup.key_spaces import KeySpacesPayload
 from kvxfer.lookup.presence import StorePresence
 from kvxfer.messages import KVXferHandshake, KVXferMetadata, KVXferWorkerMetadata
+from kvxfer.observe.events import are_wanted
+from kvxfer.observe.lost_blocks import LostBlocks
+from kvxfer.observe.stats import KVXferStats
+from kvxfer.observe.worker_metrics import WorkerMetrics, name_source
 from kvxfer.spaces import RankSpaces
 from kvxfer.stores import Store, open_store
 from kvxfer.stores.checksums import ChecksummedStore
-from kvxfer.transfer import JobBoard, Loader, LoadSpec, Route, Saver
+from kvxfer.transfer import JobBoard, JobResult, Loader, LoadSpec, Route, Saver
+from kvxfer.transfer.direct import DirectBlocks, direct_blocks
 from kvxfer.transfer.pieces import VALUE_ALIGN
 from kvxfer.vllm_specs import (
     EngineFacts,
@@ -66,6 +75,7 @@ class _Events:
     blocks_free: Counter[int] = field(default_factory=Counter)
     ended: Counter[int] = field(default_factory=Counter)
     failed_loads: set[str] = field(default_factory=set)
+    failed_saves: set[int] = field(default_factory=set)
     bad_blocks: set[int] = field(default_factory=set)
 
 
@@ -81,15 +91,22 @@ class KVXferWorker:
     def __init__(
         self, config: KVXferConfig, facts: EngineFacts, store: Store, name_values: NameValues
     ) -> None:
-        self._config, self._facts, self._store = config, facts, store
+        self._config, self._facts = config, facts
+        source = name_source(facts.engine_id, facts.rank)
+        self._metrics = WorkerMetrics(store, source, tells_of_store=facts.rank == 0)
+        self._store: Store = self._metrics.store
         self._name_values = name_values
-        self._board = JobBoard()
+        self._board = JobBoard(on_end=self._count_job)
         self._loads: dict[int, LoadSpec] = {}
         self._refused: list[LoadSpec] = []
         self._events = _Events()
+        self._lost = LostBlocks()
         self._saver: Saver | None = None
         self._loader: Loader | None = None
         self._staging: StagingPool | None = None
+        self._mover: Mover | None = None
+        self._counts_at_end: dict[str, int] = {}
+        self._owed: KVXferMetadata | None = None
         self._server: LookupServer | None = None
 
     @classmethod
@@ -107,7 +124,14 @@ class KVXferWorker:
             )
 
         store = open_store(config.store)
-        return cls(config, facts, ChecksummedStore(store) if config.checksums else store, names)
+        worker = cls(config, facts, ChecksummedStore(store) if config.checksums else store, names)
+        if are_wanted(vllm_config):
+            worker.watch_lost_blocks()
+        return worker
+
+    def watch_lost_blocks(self) -> None:
+        """Report blocks of which this rank sees a value go, or gone, for KV events."""
+        self._metrics.store.watch_losses(self._lost.note)
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Make everything that depends on the tensors; raises what start-up must refuse."""
@@ -121,21 +145,26 @@ class KVXferWorker:
         names = self._name_values(layout.value_order)
         self._coordinator = facts.coordinator()
         self._spaces = RankSpaces(config.cache_prefix, facts, names, layout)
+        self._lost.know(self._spaces.held.values())
         self._staging = self._make_staging(layout)
+        self._mover = self._make_mover(layout, self._staging)
+        direct = direct_blocks(layout, self._store)
         self._saver = Saver(
             self._board,
-            self._route(layout, self._spaces.saved),
+            self._route(self._spaces.saved, direct),
             num_threads=config.num_save_threads,
             max_queued=config.max_queued_saves,
             timeout_s=config.save_timeout_s,
         )
         self._loader = Loader(
             self._board,
-            self._route(layout, self._spaces.held),
+            self._route(self._spaces.held, direct),
             num_threads=config.num_load_threads,
             max_queued=config.max_queued_loads,
             timeout_s=config.load_timeout_s,
         )
+        self._saver.on_staging_wait = self._metrics.note_staging_wait
+        self._loader.on_staging_wait = self._metrics.note_staging_wait
         self._server = self._make_server()
         logger.info(
             "kvxfer: %d bytes a chunk on this rank, keys start with %s",
@@ -159,21 +188,37 @@ class KVXferWorker:
 
     # Steps
 
+    def begin_step(self, metadata: KVXferMetadata) -> None:
+        """Take the step's orders before its forward pass.
+
+        With some drafters vLLM leaves out ``wait_for_save`` on all pipeline stages but the last.
+        Saves that it was not called for begin here, one step late: their blocks are pinned.
+        """
+        if self._owed is not None:
+            self.wait_for_save(self._owed)
+        self._owed = metadata if metadata.saves else None
+
     def start_load_kv(self, metadata: KVXferMetadata) -> None:
-        """Hand this step's loads to the load threads."""
+        """Hand this step's loads to the load threads.
+
+        Their blocks may be those of requests that a forward pass still writes: it comes first.
+        """
+        after = self._mark() if metadata.loads else None
         for spec in metadata.loads:
             assert self._loader is not None, "register_kv_caches comes first"
             if not spec.is_whole:
                 self._refused.append(spec)
                 continue
             self._loads[spec.job_id] = spec
-            self._loader.submit(spec)
+            self._loader.submit(spec, after)
 
     def wait_for_save(self, metadata: KVXferMetadata) -> None:
-        """Hand this step's saves to the save threads; the forward pass has written the blocks."""
+        """Hand this step's saves to the save threads, behind the forward pass that was queued."""
+        self._owed = None
+        after = self._mark() if metadata.saves else None
         for spec in metadata.saves:
             assert self._saver is not None, "register_kv_caches comes first"
-            self._saver.submit(spec)
+            self._saver.submit(spec, after)
 
     def get_transfer_results(self) -> KVConnectorTransferResults:
         """Return the requests whose load has ended on this rank since the last call.
@@ -189,10 +234,12 @@ class KVXferWorker:
             self._events.failed_loads.add(unloadable.request_id)
         reports = self._board.take_reports()
         self._events.blocks_free.update(reports.blocks_free)
-        for job_id in reports.ended:
+        for job_id, result in reports.ended.items():
             spec = self._loads.pop(job_id, None)
             if spec is None:
                 self._events.ended[job_id] += 1
+                if result is not JobResult.DONE:
+                    self._events.failed_saves.add(job_id)
                 continue
             results.finished_recving.add(spec.request_id)
             self._note_load(spec, results)
@@ -205,17 +252,28 @@ class KVXferWorker:
 
     def build_connector_worker_meta(self) -> KVXferWorkerMetadata | None:
         """Return and forget the events for the scheduler side; None if there are none."""
-        events = self._events
-        if not (events.blocks_free or events.ended or events.failed_loads):
+        events, lost = self._events, self._lost.take()
+        if not (events.blocks_free or events.ended or events.failed_loads or lost):
             return None
         self._events = _Events(bad_blocks=events.bad_blocks)
         return KVXferWorkerMetadata(
-            dict(events.blocks_free), dict(events.ended), frozenset(events.failed_loads)
+            dict(events.blocks_free),
+            dict(events.ended),
+            frozenset(events.failed_loads),
+            frozenset(events.failed_saves),
+            lost,
         )
+
+    def take_stats(self) -> KVXferStats | None:
+        """Return what this rank has counted since the last call; None if nothing."""
+        if self._saver is None or self._loader is None:
+            return None
+        queued = {"save": self._saver.num_queued, "load": self._loader.num_queued}
+        return self._metrics.take(queued)
 
     def counts(self) -> dict[str, int]:
         """Return counters by name: values, bytes, and jobs that did not end as done."""
-        total: Counter[str] = Counter()
+        total = Counter(self._counts_at_end)
         for side, transfer in (("save", self._saver), ("load", self._loader)):
             if transfer is not None:
                 total.update({f"{side}_{name}": n for name, n in transfer.counts.items()})
@@ -231,6 +289,7 @@ class KVXferWorker:
             self._loader.close(self._config.close_timeout_s)
         if self._staging is not None:
             self._staging.close()
+        self._let_go_of_tensors()
         self._store.close()
 
     # Lookup server
@@ -249,6 +308,7 @@ class KVXferWorker:
         self._coordinator = self._facts.coordinator(told.eagle_groups)
         if told.key_prefixes:  # else nobody knows more than this rank does
             self._spaces.set_all_shards(told.key_prefixes)
+            self._lost.know(self._spaces.all_shards.values())
 
     def reset(self, epoch: int, remove: bool, timeout_s: float) -> bool:
         """Drop saves ordered before ``epoch``; then, with ``remove``, remove the model's keys."""
@@ -278,9 +338,29 @@ class KVXferWorker:
         self._store.register(staging.buffer)
         return staging
 
-    def _route(self, layout: BlockLayout, spaces: Mapping[int, list[KeySpace]]) -> Route:
+    def _make_mover(self, layout: BlockLayout, staging: StagingPool) -> Mover:
+        """Return what copies between the blocks and the staging memory, wherever the blocks are."""
+        if layout.device == "cpu":
+            return HostMover(layout)
+        mover = CudaMover(
+            TorchQueues(layout),
+            staging,
+            num_pack_lanes=self._config.num_save_threads,
+            num_unpack_lanes=self._config.num_load_threads,
+            device_bytes=self._config.device_staging_bytes,
+        )
+        calibrate(mover, layout, staging)
+        return mover
+
+    def _mark(self) -> Any:
+        """Return where the engine's queue stands now."""
+        assert self._mover is not None, "register_kv_caches comes first"
+        return self._mover.mark()
+
+    def _route(self, spaces: Mapping[int, list[KeySpace]], direct: DirectBlocks | None) -> Route:
         assert self._staging is not None
-        return Route(self._store, layout, self._staging, spaces)
+        assert self._mover is not None
+        return Route(self._store, self._mover, self._staging, spaces, direct)
 
     def _make_server(self) -> LookupServer:
         facts = self._facts
@@ -293,6 +373,21 @@ class KVXferWorker:
             max_queued=self._config.max_lookups_in_flight,
             close_timeout_s=self._config.close_timeout_s,
         )
+
+    def _let_go_of_tensors(self) -> None:
+        """Drop what keeps vLLM's KV cache allocated; counters stay.
+
+        Memory stays pinned where a thread was abandoned: it may come back to it.
+        """
+        transfers = [each for each in (self._saver, self._loader) if each is not None]
+        if self._mover is not None and not any(each.num_abandoned for each in transfers):
+            self._mover.close()
+        self._counts_at_end = self.counts()
+        self._mover = self._saver = self._loader = self._staging = None
+
+    def _count_job(self, job_id: int, result: JobResult, seconds: float) -> None:
+        """Count a job that has ended; a load is in ``_loads`` until it is reported."""
+        self._metrics.note_job("load" if job_id in self._loads else "save", result, seconds)
 
     def _note_load(self, spec: LoadSpec, results: KVConnectorTransferResults) -> None:
         """Report what an ended load left unwritten: nothing, unless it failed."""

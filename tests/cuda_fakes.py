@@ -6,6 +6,7 @@ the very bytes of its parameters, so a launcher that passes a wrong address or s
 """
 
 import contextlib
+import threading
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -56,12 +57,19 @@ class FakeTensor:
         return self.array
 
     def copy_(self, source, non_blocking=False):
-        if non_blocking and not source.pinned:
-            raise AssertionError("an asynchronous copy from pageable memory is none")
+        for side in (self, source):
+            if non_blocking and side.device == "cpu" and not side.pinned:
+                raise AssertionError("an asynchronous copy of pageable memory is none")
         self.array[...] = source.array
 
     def record_stream(self, stream):
         self.streams.append(stream)
+
+    def __getitem__(self, part):
+        return FakeTensor(self.array[part], self.device, self.pinned)
+
+    def __len__(self):
+        return len(self.array)
 
 
 @dataclass(eq=False)
@@ -71,9 +79,47 @@ class FakeStream:
     device: str = DEVICE
     cuda_stream: int = 0
     synchronized: int = 0
+    priority: int = 0
+    waited: list = field(default_factory=list)
 
     def synchronize(self):
         self.synchronized += 1
+
+    def wait_event(self, event):
+        self.waited.append(event)
+
+
+@dataclass(eq=False)
+class FakeEvent:
+    """A torch event, which has passed as soon as it is recorded."""
+
+    blocking: bool = False
+    stream: FakeStream | None = None
+    synchronized: int = 0
+
+    def record(self, stream):
+        self.stream = stream
+
+    def synchronize(self):
+        assert self.stream is not None, "an event that was not recorded"
+        self.synchronized += 1
+
+
+class FakeCudart:
+    """The CUDA runtime's calls for pinned memory; ``result`` is what they return."""
+
+    def __init__(self):
+        self.registered = {}
+        self.result = 0
+
+    def cudaHostRegister(self, ptr, num_bytes, flags):  # noqa: N802
+        if self.result == 0:
+            self.registered[ptr] = num_bytes
+        return self.result
+
+    def cudaHostUnregister(self, ptr):  # noqa: N802
+        del self.registered[ptr]
+        return self.result
 
 
 @dataclass
@@ -99,6 +145,10 @@ class Launch:
         assert misaligned == 0
 
 
+class FakeOutOfMemoryError(Exception):
+    """``torch.cuda.OutOfMemoryError``."""
+
+
 class FakeTorch:
     """The module torch, of one process with one device."""
 
@@ -107,8 +157,17 @@ class FakeTorch:
         self.version = SimpleNamespace(cuda="13.0")
         self.current = FakeStream(cuda_stream=0x1000)
         self.allocations = []  # (tensor, stream it was made under)
+        self.free_bytes = 1 << 30
+        self.of_thread = threading.local()
+        """``device``, as the calling thread has set it."""
+        self.inference_mode = lambda _: contextlib.nullcontext()
+        self.runtime = FakeCudart()
         self.cuda = SimpleNamespace(
             Stream=FakeStream,
+            Event=FakeEvent,
+            OutOfMemoryError=FakeOutOfMemoryError,
+            set_device=lambda device: setattr(self.of_thread, "device", device),
+            cudart=lambda: self.runtime,
             stream=self._use,
             current_stream=lambda _: self.current,
             get_device_properties=lambda _: SimpleNamespace(
@@ -118,12 +177,15 @@ class FakeTorch:
 
     def empty(self, num_bytes, dtype, device="cpu", pin_memory=False):
         assert dtype == "uint8"
+        if num_bytes > self.free_bytes:
+            raise FakeOutOfMemoryError
         tensor = FakeTensor(aligned(num_bytes), device, pin_memory)
         self.allocations.append((tensor, self.current))
         return tensor
 
     def from_numpy(self, array):
-        return FakeTensor(array, "cpu")
+        is_pinned = array.ctypes.data in self.runtime.registered
+        return FakeTensor(array, "cpu", is_pinned)
 
     @contextlib.contextmanager
     def _use(self, stream):
@@ -145,11 +207,12 @@ class FakeCupy:
 
     def __post_init__(self):
         self._devices, self._streams = [], []
+        self.used = []  # (thread, device that it made its own)
         stream_face = SimpleNamespace()
         if self.has_from_external:
             stream_face.from_external = lambda handle: self._stream(handle.__cuda_stream__()[1])
         self.cuda = SimpleNamespace(
-            Device=lambda idx: self._entered(self._devices, idx),
+            Device=self._device,
             Stream=stream_face,
             ExternalStream=lambda ptr, device_idx: self._stream(ptr),
             compiler=SimpleNamespace(CompileException=type("CompileException", (Exception,), {})),
@@ -170,6 +233,11 @@ class FakeCupy:
 
     def current_stream(self):
         return self._streams[-1]
+
+    def _device(self, idx):
+        device = self._entered(self._devices, idx)
+        device.use = lambda: self.used.append((threading.get_ident(), idx))
+        return device
 
     def _stream(self, ptr):
         return self._entered(self._streams, ptr)

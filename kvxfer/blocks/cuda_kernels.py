@@ -80,6 +80,11 @@ def load(device_idx: int) -> Kernels:
         return _loaded[device_idx]
 
 
+def use_device(device: str) -> None:
+    """Make a device (``cuda:1``) the calling thread's own in CuPy."""
+    import_cupy().cuda.Device(int(device.partition(":")[2])).use()
+
+
 def import_cupy() -> Any:
     """Return the module ``cupy``; ``UnsupportedError`` names the extra that brings it."""
     try:

@@ -22,7 +22,7 @@ from kvxfer.blocks.regions import (
     dense_segment,
 )
 from kvxfer.blocks.runs import Axis, Strided, merge_segments
-from kvxfer.blocks.tensors import TensorView, view_of
+from kvxfer.blocks.tensors import TensorView, memory_spans, view_of
 from kvxfer.errors import LayoutError
 
 __all__ = ["BlockClass", "BlockLayout", "Region", "Segment"]
@@ -81,6 +81,8 @@ class BlockLayout:
     zeros: npt.NDArray[np.uint8]
     owners: tuple[object, ...]
     """The tensors, which the layout keeps alive."""
+    memory_spans: tuple[tuple[int, int], ...]
+    """Address and bytes of the memory that the tensors lie in, ascending, no byte of it twice."""
 
     @classmethod
     def from_regions(
@@ -164,6 +166,7 @@ class BlockLayout:
             class_rows=plan.class_table(class_runs),
             zeros=zeros,
             owners=tuple(view.owner for view in views),
+            memory_spans=memory_spans(views),
         )
 
     @property

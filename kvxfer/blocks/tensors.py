@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,28 @@ class TensorView:
                 return 0 in self.shape
             expected *= size
         return True
+
+
+def memory_spans(views: Iterable[TensorView]) -> tuple[tuple[int, int], ...]:
+    """Return address and bytes of the memory that tensors lie in, ascending, no byte of it twice.
+
+    Tensors that interleave, as the layers of one allocation do, give one span.
+    """
+    ends = []
+    for view in views:
+        if 0 in view.shape:
+            continue
+        pairs = zip(view.shape, view.strides_bytes, strict=True)
+        reach = [(size - 1) * stride for size, stride in pairs]
+        start = view.ptr + sum(step for step in reach if step < 0)
+        ends.append((start, view.ptr + sum(step for step in reach if step > 0) + view.item_bytes))
+    spans: list[tuple[int, int]] = []
+    for start, stop in sorted(ends):
+        if spans and start < spans[-1][1]:
+            spans[-1] = (spans[-1][0], max(spans[-1][1], stop))
+        else:
+            spans.append((start, stop))
+    return tuple((start, stop - start) for start, stop in spans)
 
 
 def view_of(tensor: Any, name: str) -> TensorView:

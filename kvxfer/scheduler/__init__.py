@@ -7,6 +7,9 @@
     chunk_planner   ChunkPlanner: token ranges -> blocks of vLLM's tables and hashes at their ends
     pins            BlockPins: blocks kept from reuse while saves read them
     requests        what is remembered of an unfinished request
+    lookups         the lookup channel as this side sees it
+    token_counts    TokenCounts: what became of wanted tokens and of lookups
+    metrics         SchedulerMetrics: what a step hands to vLLM of it
 
 All of it lives in vLLM's scheduler thread and waits for nobody.
 """

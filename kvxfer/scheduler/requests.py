@@ -33,6 +33,10 @@ class Answer:
     num_tokens: int
     """Prompt length that was asked about; another length needs another answer."""
     expires_s: float
+    pays: bool | None = None
+    """Whether the hit is to be loaded; decided once, when it is offered."""
+    miss_reason: str = "not_stored"
+    """Why tokens beyond the hit are missed; one of ``observe.definitions.MISS_REASONS``."""
 
 
 @dataclass(slots=True)
@@ -54,3 +58,15 @@ class RequestState:
     """False for a request that was alive at a reset."""
     load_failed: bool = False
     """A load failed: nothing is offered again, so that the request makes progress."""
+    asked_s: float | None = None
+    """When the lookup in flight was asked for the first time."""
+    local_tokens: int = 0
+    """vLLM's own hit, when it last asked for ours."""
+    is_counted: bool = False
+    """Its tokens were counted, at its first admission."""
+    loading_tokens: int = 0
+    """Tokens of the load under way that are still to be counted."""
+    load: tuple[int, float] | None = None
+    """Tokens of the load under way, and when it was ordered."""
+    worth_tokens: int = NEVER
+    """Tokens from the start that were seen often enough to be saved."""

@@ -9,6 +9,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, overload
 
 from kvxfer.config import KVXferConfig, Role
+from kvxfer.observe.events import SaveEvents
 from kvxfer.scheduler.chunk_planner import ChunkPlanner, HandedBlock, Tables
 from kvxfer.scheduler.pins import BlockPins
 from kvxfer.scheduler.requests import NEVER, RequestState
@@ -46,9 +47,11 @@ class SaveOrders:
         planner: ChunkPlanner,
         pins: BlockPins,
         job_ids: Iterator[int],
+        events: SaveEvents | None = None,
     ) -> None:
         self._config, self._facts, self._planner = config, facts, planner
         self._step = StepSaves(pins, job_ids)
+        self._events = events
         self._role = Role(facts.role)
         self._saves_tails = facts.partial_hits and self._role.saves_prompts
         self._manager: KVCacheManager | None = None
@@ -70,11 +73,18 @@ class SaveOrders:
 
         A request costs a look at ``RequestState.save_due_tokens`` until it has computed so many.
         """
+        self._order_step(output, requests)
+        saves = self._step.take()
+        if self._events is not None:
+            self._events.ordered(saves)
+        return saves
+
+    def _order_step(self, output: SchedulerOutput, requests: Mapping[str, RequestState]) -> None:
         block_state = output.kv_connector_block_state
         if block_state is None or not (self._role.saves_prompts or self._config.save_decode_cache):
-            return self._step.take()
+            return
         if self._awaits_loads(output):
-            return self._step.take()
+            return
         handed = block_state.boundary_state_offloads
         num_scheduled = output.num_scheduled_tokens
         block_tokens = self._facts.block_tokens
@@ -84,7 +94,7 @@ class SaveOrders:
             and not handed
         )
         with_next_block: list[RequestState] = []
-        for request_id, num_computed in _scheduled(output):
+        for request_id, num_computed in scheduled(output):
             state = requests.get(request_id)
             if state is None:
                 continue
@@ -101,7 +111,6 @@ class SaveOrders:
             self._order_next_blocks(with_next_block)
         for request_id, blocks in handed.items():
             self._order_handed(requests.get(request_id), blocks)
-        return self._step.take()
 
     def order_finished(
         self, state: RequestState, tables: Tables, handed: Sequence[HandedBlock]
@@ -131,6 +140,7 @@ class SaveOrders:
         """
         assert self._manager is not None
         get_blocks, hash_tokens = self._manager.get_blocks, self._facts.hash_tokens
+        block_tokens = self._facts.block_tokens
         hashed = [
             s for s in states if len(s.request.block_hashes) * hash_tokens >= s.save_due_tokens
         ]
@@ -145,8 +155,10 @@ class SaveOrders:
             ]
             self._step.add_job(self._planner.common_blocks(parts))
         for state in admitted:
-            state.saved_tokens = state.save_due_tokens
-            state.save_due_tokens += self._facts.block_tokens
+            start, end = state.save_due_tokens - block_tokens, state.save_due_tokens
+            self._note(state, start, end)
+            state.saved_tokens = end
+            state.save_due_tokens = end + block_tokens
 
     def _order_due(
         self,
@@ -178,9 +190,9 @@ class SaveOrders:
         """Return how many tokens must be computed before there can be something to save."""
         prompt = state.request.num_prompt_tokens
         due = self._first_unsaved(state) + self._facts.block_tokens
-        if due > prompt and not self._config.save_decode_cache:
+        if due > state.worth_tokens or (due > prompt and not self._config.save_decode_cache):
             due = NEVER
-        if self._saves_tails and not state.tail_ordered:
+        if self._saves_tails and not state.tail_ordered and state.worth_tokens:
             due = min(due, prompt)
         return due
 
@@ -194,7 +206,8 @@ class SaveOrders:
     def _saveable(self, state: RequestState, num_computed: int) -> tuple[int, int]:
         """Return the tokens [start, end) to save: computed by this step, hashed, whole blocks."""
         request, block = state.request, self._facts.block_tokens
-        limit = min(num_computed, len(request.block_hashes) * self._facts.hash_tokens)
+        hashed = len(request.block_hashes) * self._facts.hash_tokens
+        limit = min(num_computed, hashed, state.worth_tokens)
         if not self._config.save_decode_cache:
             limit = min(limit, request.num_prompt_tokens)
         return self._first_unsaved(state), limit // block * block
@@ -220,6 +233,7 @@ class SaveOrders:
             self.counts["saves_put_off"] += 1
             return
         state.saved_tokens = end
+        self._note(state, start, end)
         self._add(chunks)
 
     def _due_tail(
@@ -236,7 +250,7 @@ class SaveOrders:
         boundary = prefill_checkpoint(prompt, self._facts.hash_tokens, self._facts.use_eagle)
         covered = not state.tail_ordered and num_computed >= prompt
         due = covered or any(tokens == boundary for _, _, tokens in handed)
-        return boundary if due else 0
+        return boundary if due and boundary <= state.worth_tokens else 0
 
     def _order_tail(
         self, state: RequestState, tables: Tables, boundary: int, num_computed: int
@@ -245,6 +259,8 @@ class SaveOrders:
         if boundary <= 0:
             return
         chunks = self._planner.prompt_tail(state.request, tables, boundary, num_computed)
+        block = self._facts.block_tokens
+        self._note(state, boundary // block * block, boundary + block)
         state.tail_ordered = self._add(chunks) or state.tail_ordered
 
     def _order_handed(self, state: RequestState | None, blocks: Iterable[HandedBlock]) -> None:
@@ -255,8 +271,16 @@ class SaveOrders:
         if state is None or not state.may_save or not self._role.saves_prompts:
             return
         last = state.request.num_tokens if self._config.save_decode_cache else state.prefill_tokens
+        last = min(last, state.worth_tokens)
         wanted = [block for block in blocks if block[2] <= last]
+        for _, _, tokens in wanted:
+            self._note(state, tokens - 1, tokens)
         self._add(self._planner.handed(state.request, wanted))
+
+    def _note(self, state: RequestState, start: int, end: int) -> None:
+        """Note for KV events, where they are wanted, what tokens [start, end) may be saved."""
+        if self._events is not None:
+            self._events.note(state.request, start, end)
 
     def _add(self, chunks: tuple[Chunks, ...]) -> bool:
         """Order a save of the chunks; False without chunks or room."""
@@ -289,7 +313,7 @@ class BlockTable(Sequence[int]):
         return block_id
 
 
-def _scheduled(output: SchedulerOutput) -> Iterable[tuple[str, int]]:
+def scheduled(output: SchedulerOutput) -> Iterable[tuple[str, int]]:
     """Return every scheduled request with the tokens that were computed before the step."""
     cached = output.scheduled_cached_reqs
     new = [(each.req_id, each.num_computed_tokens) for each in output.scheduled_new_reqs]

@@ -18,19 +18,25 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import vllm
 
 from kvxfer.config import KVXferConfig
 from kvxfer.errors import UnsupportedError
-from kvxfer.lookup import Endpoint, LookupClient, LookupReply, reset_ranks
+from kvxfer.lookup import Endpoint, LookupClient, reset_ranks
 from kvxfer.lookup.key_spaces import KeySpacesPayload
 from kvxfer.messages import KVXferHandshake, KVXferMetadata, KVXferWorkerMetadata
+from kvxfer.observe.events import SaveEvents, are_wanted
+from kvxfer.observe.stats import KVXferStats
 from kvxfer.scheduler.chunk_planner import ChunkPlanner, HandedBlock, Tables
+from kvxfer.scheduler.load_worth import LoadWorth
+from kvxfer.scheduler.lookups import Lookups
+from kvxfer.scheduler.metrics import SchedulerMetrics
 from kvxfer.scheduler.pins import BlockPins
 from kvxfer.scheduler.requests import Answer, Offer, RequestState
-from kvxfer.scheduler.save_orders import SaveOrders
+from kvxfer.scheduler.save_orders import SaveOrders, scheduled
+from kvxfer.scheduler.sightings import Sightings
 from kvxfer.transfer.specs import LoadSpec
 from kvxfer.vllm_specs import (
     EngineFacts,
@@ -42,6 +48,7 @@ from kvxfer.vllm_specs import (
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -50,32 +57,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
-
-
-class Lookups(Protocol):
-    """The part of ``lookup.LookupClient`` that the scheduler side uses."""
-
-    def lookup(
-        self, key: str, num_tokens: int, block_hashes: Sequence[bytes], *, blocking: bool = False
-    ) -> LookupReply | None:
-        """Return the answer, or None while there is none."""
-        ...
-
-    def discard(self, key: str) -> None:
-        """Forget the question."""
-        ...
-
-    def send_key_spaces(self, payload: bytes, timeout_s: float) -> bool:
-        """Return whether the server took them."""
-        ...
-
-    def ping(self, timeout_s: float) -> bool:
-        """Return whether the server answers."""
-        ...
-
-    def close(self) -> None:
-        """Close the channel."""
-        ...
 
 
 class KVXferScheduler:
@@ -93,7 +74,9 @@ class KVXferScheduler:
         facts: EngineFacts,
         lookups: Lookups,
         clock: Callable[[], float] = time.monotonic,
+        events: SaveEvents | None = None,
     ) -> None:
+        """``events``: where stored blocks are told of; None where nobody asked for KV events."""
         self._config, self._facts, self._lookups, self._clock = config, facts, lookups, clock
         self._alignment = facts.align_tokens
         self._requests: dict[str, RequestState] = {}
@@ -108,6 +91,16 @@ class KVXferScheduler:
         ]
         self._pins: BlockPins | None = None
         self._saves: SaveOrders | None = None
+        self._events = events
+        self._metrics = SchedulerMetrics(config, facts)
+        self._worth = LoadWorth(
+            min_tokens=config.min_load_tokens,
+            measures=config.load_when == "faster",
+            load_tokens_per_s=config.load_tokens_per_s,
+            prefill_tokens_per_s=config.prefill_tokens_per_s,
+            clock=clock,
+        )
+        self._sightings = Sightings(config.min_sightings)
         self.counts: Counter[str] = Counter()
 
     @classmethod
@@ -125,14 +118,20 @@ class KVXferScheduler:
             max_in_flight=config.max_lookups_in_flight,
             max_questions=config.max_open_lookups,
         )
-        return cls(config, facts, lookups)
+        events = None
+        if are_wanted(vllm_config):
+            sizes = [group.block_tokens for group in facts.groups]
+            events = SaveEvents(
+                sizes, hash_tokens=facts.hash_tokens, num_ranks=facts.num_ranks, store=config.store
+            )
+        return cls(config, facts, lookups, events=events)
 
     def bind_gpu_block_pool(self, pool: BlockPool) -> None:
         """Take the pool whose blocks saves pin."""
         limit = self._config.max_pinned_blocks or max(1, self._facts.num_blocks // 8)
         self._pins = BlockPins(pool, num_ranks=self._facts.num_ranks, max_blocks=limit)
         self._saves = SaveOrders(
-            self._config, self._facts, self._planner, self._pins, self._job_ids
+            self._config, self._facts, self._planner, self._pins, self._job_ids, self._events
         )
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
@@ -140,6 +139,10 @@ class KVXferScheduler:
         self.bind_gpu_block_pool(manager.block_pool)
         assert self._saves is not None
         self._saves.read_tables_from(manager)
+        if self._events is not None:
+            specs = getattr(manager, "kv_cache_event_metadata", None)
+            if specs is not None:
+                self._events.describe_groups(specs)
 
     # Waiting requests
 
@@ -150,10 +153,11 @@ class KVXferScheduler:
 
         ``(None, False)`` while the lookup is in flight; ``(0, False)`` without a lookup for a
         request shorter than one alignment unit, one that must not read the cache, and one whose
-        load has failed.
+        load has failed; ``(0, False)`` also for a hit that is not worth loading.
         """
         state = self._state(request)
         state.offer = None
+        state.local_tokens = num_computed_tokens
         if not self._may_load(state):
             return 0, False
         if (request.num_tokens - 1) // self._alignment * self._alignment <= num_computed_tokens:
@@ -163,6 +167,10 @@ class KVXferScheduler:
             return None, False
         num_tokens = answer.hit_tokens - num_computed_tokens
         if num_tokens <= 0:
+            return 0, False
+        if answer.pays is None:
+            answer.pays = self._worth.pays(num_tokens)
+        if not answer.pays:
             return 0, False
         state.offer = Offer(num_computed_tokens, answer.hit_tokens, answer.tail_boundaries)
         return num_tokens, True
@@ -176,6 +184,8 @@ class KVXferScheduler:
         second call after an asynchronous load.
         """
         state = self._state(request)
+        taken = 0 if state.offer is None else min(num_external_tokens, _tokens(state.offer))
+        self._metrics.tokens.admitted(state, max(0, taken))
         offer, state.offer = state.offer, None
         state.answer = None
         state.prefill_tokens = request.num_tokens
@@ -198,6 +208,7 @@ class KVXferScheduler:
             )
         )
         self.counts["tokens_ordered"] += hit_tokens - offer.local_tokens
+        state.load = hit_tokens - offer.local_tokens, self._clock()
         state.saved_tokens = max(state.saved_tokens, hit_tokens)
 
     def register_finished_partial_tail(
@@ -223,26 +234,42 @@ class KVXferScheduler:
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVXferMetadata:
         """Return the jobs of this step: loads ordered since the last, saves of full blocks."""
         loads, self._loads = tuple(self._loads), []
+        if self._worth.measures:
+            self._worth.note_step(self._prompt_tokens(scheduler_output))
         saves = () if self._saves is None else self._saves.order(scheduler_output, self._requests)
         return KVXferMetadata(saves=saves, loads=loads)
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """Take the workers' events: release pins, note failed loads."""
         meta = output.kv_connector_worker_meta
-        if not isinstance(meta, KVXferWorkerMetadata):
-            return
-        if self._pins is not None:
-            self._pins.note_free(meta.blocks_free)
-        for request_id in meta.failed_loads:
-            self.counts["loads_failed"] += 1
+        if isinstance(meta, KVXferWorkerMetadata):
+            self._take_events_of_ranks(meta)
+        for request_id in output.finished_recving or ():
             state = self._requests.get(request_id)
             if state is not None:
-                state.load_failed = True
-                state.saved_tokens = state.save_due_tokens = 0
+                self._metrics.tokens.load_ended(state)
+                if state.load is not None and not state.load_failed:
+                    num_tokens, ordered_s = state.load
+                    self._worth.note_load(num_tokens, self._clock() - ordered_s)
+                state.load = None
 
     def has_pending_push_work(self) -> bool:
-        """Whether the engine must keep stepping for pins to be released."""
+        """Whether the engine must keep stepping: for pins to be released, for events to come."""
+        if self._events is not None and self._events.num_saves:
+            return True
         return self._pins is not None and self._pins.num_jobs > 0
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """Return and forget the KV events since the last call; none where nobody asked for them."""
+        return [] if self._events is None else self._events.take()
+
+    def take_stats(self) -> KVXferStats | None:
+        """Return what this side has counted since the last call; None if nothing."""
+        totals = {
+            "saves_put_off": 0 if self._saves is None else self._saves.counts["saves_put_off"],
+            "kv_events_dropped": 0 if self._events is None else self._events.num_dropped,
+        }
+        return self._metrics.take(0 if self._pins is None else self._pins.num_blocks, totals)
 
     def set_handshakes(self, handshakes: Sequence[KVXferHandshake]) -> None:
         """Take what the ranks said of themselves, rank 0 first, and tell it what a hit needs.
@@ -282,9 +309,12 @@ class KVXferScheduler:
             self._saves.begin_epoch(epoch)
         for state in self._requests.values():
             self._lookups.discard(state.request.request_id)
-            state.answer = None
+            state.answer = state.asked_s = None
             state.may_save = False
-        return reset_ranks(self._endpoints, epoch, self._config.reset_timeout_s)
+        is_empty = reset_ranks(self._endpoints, epoch, self._config.reset_timeout_s)
+        if self._events is not None:
+            self._events.reset(is_empty)
+        return is_empty
 
     def shutdown(self) -> None:
         """Close the lookup channel; idempotent."""
@@ -326,6 +356,9 @@ class KVXferScheduler:
         state = self._requests.get(request.request_id)
         if state is None or state.request is not request:
             state = self._requests[request.request_id] = RequestState(request)
+            if self._config.min_sightings > 1:
+                num_worth = self._sightings.note(request.block_hashes)
+                state.worth_tokens = num_worth * self._facts.hash_tokens
         return state
 
     def _may_load(self, state: RequestState) -> bool:
@@ -345,6 +378,8 @@ class KVXferScheduler:
             and self._clock() < kept.expires_s
         ):
             return kept
+        if state.asked_s is None:
+            state.asked_s = self._clock()
         reply = self._lookups.lookup(
             request.request_id,
             request.num_tokens,
@@ -353,12 +388,18 @@ class KVXferScheduler:
         )
         if reply is None:
             return None
+        now_s = self._clock()
+        hit_tokens = self._believable(reply.hit_length, request.num_tokens)
         state.answer = Answer(
-            hit_tokens=self._believable(reply.hit_length, request.num_tokens),
+            hit_tokens=hit_tokens,
             tail_boundaries=dict(reply.tail_boundaries),
             num_tokens=request.num_tokens,
-            expires_s=self._clock() + self._config.answer_max_age_s,
+            expires_s=now_s + self._config.answer_max_age_s,
+            miss_reason=self._metrics.tokens.lookup_ended(
+                reply, hit_tokens != reply.hit_length, now_s - state.asked_s
+            ),
         )
+        state.asked_s = None
         state.saved_tokens = max(state.saved_tokens, state.answer.hit_tokens)
         return state.answer
 
@@ -371,5 +412,39 @@ class KVXferScheduler:
         return 0
 
     def _forget(self, request_id: str) -> None:
-        if self._requests.pop(request_id, None) is not None:
+        state = self._requests.pop(request_id, None)
+        if state is not None:
+            self._metrics.tokens.load_ended(state, failed_as="aborted")
             self._lookups.discard(request_id)
+            if not self._requests:
+                self._worth.note_idle()
+
+    # Reports
+
+    def _prompt_tokens(self, output: SchedulerOutput) -> int:
+        """Return how many tokens of prompts a step computes."""
+        total = 0
+        for request_id, num_computed in scheduled(output):
+            state = self._requests.get(request_id)
+            if state is not None:
+                remaining = state.request.num_prompt_tokens - num_computed
+                total += max(0, min(remaining, output.num_scheduled_tokens[request_id]))
+        return total
+
+    def _take_events_of_ranks(self, meta: KVXferWorkerMetadata) -> None:
+        if self._pins is not None:
+            self._pins.note_free(meta.blocks_free)
+        if self._events is not None:
+            self._events.lost(meta.lost)
+            self._events.ended(meta.ended, meta.failed_saves)
+        for request_id in meta.failed_loads:
+            self.counts["loads_failed"] += 1
+            state = self._requests.get(request_id)
+            if state is not None:
+                self._metrics.tokens.load_ended(state, failed_as="load_failed")
+                state.load_failed = True
+                state.saved_tokens = state.save_due_tokens = 0
+
+
+def _tokens(offer: Offer) -> int:
+    return offer.hit_tokens - offer.local_tokens

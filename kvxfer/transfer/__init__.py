@@ -5,8 +5,10 @@ The scheduler side orders saves and loads (``specs``). On each rank a ``Saver`` 
 take them in, flatten a job into its values (``pieces``), cut these into batches that fit a
 staging slot, and run the batches on their own ``threads``:
 
-    save   store.exists -> gather into a slot -> [blocks_free] -> store.put_from -> [ended]
-    load   store.get_into a slot -> scatter into blocks -> [ended]
+    save   store.exists -> pack into a slot -> [blocks_free] -> store.put_from -> [ended]
+    load   store.get_into a slot -> unpack into blocks -> [ended]
+
+The batches of one load are shared out to idle threads (``load_work``).
 
 The ``JobBoard`` (``jobs``) is the one place that knows where a job stands: it lets a thread touch
 vLLM's blocks only while the job lives, ends each job exactly once, by result or by deadline, and

@@ -4,15 +4,19 @@
 from __future__ import annotations
 
 import abc
+import threading
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from kvxfer.blocks import BlockLayout, Slot, StagingPool
+from kvxfer.blocks import Slot, StagingPool
+from kvxfer.blocks.movers import Mover
 from kvxfer.keys import KeySpace
 from kvxfer.stores import Outcome, Store
+from kvxfer.transfer.direct import DirectBlocks
 from kvxfer.transfer.jobs import Job, JobBoard, JobResult
 from kvxfer.transfer.specs import LoadSpec, SaveSpec
 from kvxfer.transfer.threads import TaskThreads
@@ -24,13 +28,24 @@ Spec = TypeVar("Spec", SaveSpec, LoadSpec)
 class Route:
     """The two ends of a rank's transfers and the buffers between them; shared, owned elsewhere.
 
-    ``spaces`` maps a cache group to the key spaces that this rank saves, or loads.
+    ``spaces`` maps a cache group to the key spaces that this rank saves, or loads. With
+    ``direct`` neither mover nor staging is used.
     """
 
     store: Store
-    layout: BlockLayout
+    mover: Mover
     staging: StagingPool
     spaces: Mapping[int, Sequence[KeySpace]]
+    direct: DirectBlocks | None = None
+    """Where the store moves values to and from the blocks by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a thread does: a job from its start, or, without ``job``, help with one under way."""
+
+    run: Callable[[], None]
+    job: Job | None = None
 
 
 class Transfer(abc.ABC, Generic[Spec]):
@@ -54,27 +69,34 @@ class Transfer(abc.ABC, Generic[Spec]):
         """``refused``: the result of jobs that find the queue full or closed."""
         self._board, self._route = board, route
         self._timeout_s, self._refused = timeout_s, refused
-        self.counts: Counter[str] = Counter()
+        self.on_staging_wait: Callable[[float], None] | None = None
+        """Told of each wait for a staging slot, in seconds, by the thread that waited."""
+        self._counting = threading.Lock()
+        self.counts: Counter[str] = Counter()  # written under _counting
         """Values and bytes moved, and jobs that did not end as DONE, by name."""
-        self._threads: TaskThreads[tuple[Job, Spec]] = TaskThreads(
+        self._threads: TaskThreads[Task] = TaskThreads(
             name,
             num_threads=num_threads,
             max_queued=max_queued,
-            run=self._run_task,
-            on_error=lambda task, _: self._end(task[0], JobResult.FAILED),
-            on_dropped=lambda task: self._end(task[0], refused),
+            run=lambda task: task.run(),
+            on_error=lambda task, _: self._end_task(task, JobResult.FAILED),
+            on_dropped=lambda task: self._end_task(task, refused),
+            on_start=route.mover.attach_thread,
         )
 
     @abc.abstractmethod
-    def _run(self, job: Job, spec: Spec) -> JobResult:
-        """Do the job on a thread of the pool; the result counts unless it ended meanwhile."""
+    def _run(self, job: Job, spec: Spec, after: Any) -> None:
+        """Do the job on a thread of the pool, and end it."""
 
-    def submit(self, spec: Spec) -> None:
-        """Take the job; it is reported through the board whatever happens."""
+    def submit(self, spec: Spec, after: Any = None) -> None:
+        """Take the job; it is reported through the board whatever happens.
+
+        ``after``: what the engine has queued up to here (``Mover.mark``) comes before its copies.
+        """
         job = self._board.submit(spec.job_id, self._timeout_s)
         if not any(len(part) for part in spec.chunks):
             self._end(job, JobResult.DONE)
-        elif not self._threads.submit((job, spec)):
+        elif not self._threads.submit(Task(lambda: self._start(job, spec, after), job)):
             self._end(job, self._refused)
 
     def close(self, timeout_s: float) -> None:
@@ -91,14 +113,22 @@ class Transfer(abc.ABC, Generic[Spec]):
         """Threads that were stuck in a native call when the transfer closed."""
         return self._threads.num_abandoned
 
-    def _run_task(self, task: tuple[Job, Spec]) -> None:
-        job, spec = task
+    def _start(self, job: Job, spec: Spec, after: Any) -> None:
         if self._board.start(job):
-            self._end(job, self._run(job, spec))
+            self._run(job, spec, after)
+
+    def _end_task(self, task: Task, result: JobResult) -> None:
+        if task.job is not None:
+            self._end(task.job, result)
 
     def _end(self, job: Job, result: JobResult) -> None:
+        """End the job, unless it ended before."""
         if self._board.end(job, result) and result is not JobResult.DONE:
-            self.counts[f"jobs_{result.value}"] += 1
+            self._count(f"jobs_{result.value}", 1)
+
+    def _count(self, name: str, number: int) -> None:
+        with self._counting:
+            self.counts[name] += number
 
     @contextmanager
     def _slot(self, job: Job) -> Iterator[Slot | None]:
@@ -107,12 +137,20 @@ class Transfer(abc.ABC, Generic[Spec]):
         The slot goes back when the block ends, however late the store's call returns, so a call
         that outlives its job never shares a slot with another.
         """
-        slot = self._route.staging.acquire(self._board.remaining_s(job))
+        slot = self._acquire(job)
         try:
             yield slot
         finally:
             if slot is not None:
                 slot.release()
+
+    def _acquire(self, job: Job) -> Slot | None:
+        staging, begun_s = self._route.staging, time.monotonic()
+        must_wait = staging.num_free == 0
+        slot = staging.acquire(self._board.remaining_s(job))
+        if must_wait and self.on_staging_wait is not None:
+            self.on_staging_wait(time.monotonic() - begun_s)
+        return slot
 
 
 def refusals(outcomes: Sequence[Outcome] | None, num_keys: int) -> dict[str, int]:

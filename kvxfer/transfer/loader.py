@@ -6,14 +6,17 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvxfer.blocks import Slot, scatter_items
+from kvxfer.blocks import Slot
 from kvxfer.stores import Outcome
-from kvxfer.transfer.base import Route, Transfer, refusals
+from kvxfer.transfer.base import Route, Task, Transfer, refusals
+from kvxfer.transfer.direct import DirectBlocks
 from kvxfer.transfer.jobs import Job, JobBoard, JobResult
+from kvxfer.transfer.load_work import LoadWork
 from kvxfer.transfer.pieces import Batch, Pieces
 from kvxfer.transfer.specs import LoadSpec
 
@@ -23,9 +26,10 @@ logger = logging.getLogger(__name__)
 class Loader(Transfer[LoadSpec]):
     """Fetches values and unpacks them into allocated blocks; worker side, one per rank.
 
-    Chunks are unpacked in prefix order: from the first chunk of which a value is missing, of
-    another size, late or refused, nothing counts, and ``take_valid_chunks`` tells how many
-    chunks before it are whole. A full queue fails the job.
+    A load of more than one batch is done by all threads that are idle, so that one thread fetches
+    while another unpacks. From the first chunk of which a value is missing, of another size, late
+    or refused, nothing counts, and ``take_valid_chunks`` tells how many chunks before it are
+    whole. A full queue fails the job.
     """
 
     def __init__(
@@ -53,49 +57,70 @@ class Loader(Transfer[LoadSpec]):
         self._threads.drop_queued()
         super().close(timeout_s)
 
-    def _run(self, job: Job, spec: LoadSpec) -> JobResult:
-        pieces = Pieces.of(spec.chunks, self._route.spaces)
+    def _run(self, job: Job, spec: LoadSpec, after: Any) -> None:
+        """Cut the load into batches and do them, with the help of threads that are idle."""
+        pieces, num_chunks = Pieces.of(spec.chunks, self._route.spaces), sum(map(len, spec.chunks))
         if len(pieces) == 0:  # the groups have no layers on this pipeline stage
-            if not self._board.begin_copy(job):
-                return JobResult.FAILED
-            self._note_valid(job, sum(map(len, spec.chunks)))
-            self._board.end_copy(job, last=False)
-            return JobResult.DONE
-        useless: list[bytes] = []
-        for batch in pieces.batches(self._route.staging.slot_bytes):
-            if not self._load_batch(job, pieces, batch, sum(map(len, spec.chunks)), useless):
-                self._end(job, JobResult.FAILED)  # nobody waits for what follows
-                self._remove(useless)
-                return JobResult.FAILED
-        return JobResult.DONE
+            if self._board.begin_copy(job):
+                self._note_valid(job, num_chunks)
+                self._board.end_copy(job, last=False)
+            self._end(job, JobResult.DONE)
+            return
+        slot_bytes = self._route.staging.slot_bytes
+        work = LoadWork(job, after, pieces, slot_bytes=slot_bytes, num_chunks=num_chunks)
+        for _ in work.batches[1:]:
+            if not self._threads.submit_if_idle(Task(lambda: self._do_batches(work))):
+                break
+        self._do_batches(work)
 
-    def _load_batch(
-        self, job: Job, pieces: Pieces, batch: Batch, num_chunks: int, useless: list[bytes]
-    ) -> bool:
-        """Fetch and unpack one batch; False if a value failed or the job ended meanwhile.
+    def _do_batches(self, work: LoadWork) -> None:
+        """Do batches until none is left; the thread that does the last one ends the job."""
+        while (idx := work.take()) is not None:
+            whole = False
+            try:
+                whole = self._load_batch(work, idx)
+            except Exception:
+                logger.exception("a load failed")
+            if work.finish(whole=whole):
+                self._end(work.job, JobResult.FAILED if work.failed else JobResult.DONE)
+                self._remove(work.useless)
 
-        Keys of values that no load can ever use are added to ``useless``.
-        """
-        with self._slot(job) as slot:
-            if slot is None:
+    def _load_batch(self, work: LoadWork, idx: int) -> bool:
+        """Fetch and unpack one batch; False if a value failed or the job ended meanwhile."""
+        if self._route.direct is not None:
+            return self._load_in_place(work, idx, self._route.direct)
+        with self._slot(work.job) as slot:
+            if slot is None or not self._board.is_live(work.job):
                 return False
-            fetched = self._fetch(pieces, batch, slot, useless)
-            num_whole = _num_whole_chunks(pieces, batch, fetched, num_chunks)
-            return self._unpack(job, pieces, batch, slot, fetched, num_whole) and bool(
-                fetched.all()
-            )
+            batch = work.batches[idx]
+            keys = work.pieces.keys[batch.rows]
+            views = work.pieces.views(batch, slot.buffer)
+            fetched = self._fetched(work, batch, self._route.store.get_into(keys, views))
+            return self._unpack(work, idx, slot, fetched) and bool(fetched.all())
 
-    def _fetch(
-        self, pieces: Pieces, batch: Batch, slot: Slot, useless: list[bytes]
+    def _load_in_place(self, work: LoadWork, idx: int, direct: DirectBlocks) -> bool:
+        """Have the store write one batch into its blocks: a copy, for as long as the call takes."""
+        if not self._board.begin_copy(work.job):
+            return False
+        in_time, batch = False, work.batches[idx]
+        try:
+            keys, parts = work.pieces.keys[batch.rows], direct.parts(work.pieces, batch)
+            fetched = self._fetched(work, batch, self._route.store.get_parts(keys, parts))
+            self._note_valid(work.job, work.note_unpacked(idx, fetched))
+        finally:
+            in_time = self._board.end_copy(work.job, last=False)
+        return in_time and bool(fetched.all())
+
+    def _fetched(
+        self, work: LoadWork, batch: Batch, outcomes: Sequence[Outcome] | None
     ) -> NDArray[np.bool_]:
-        """Get the values of a batch; return (n,) which of them lie whole in the slot."""
-        keys = pieces.keys[batch.rows]
-        outcomes = self._route.store.get_into(keys, pieces.views(batch, slot.buffer))
+        """Return (n,) which values of a batch a get brought whole; count, and log the others."""
+        pieces, keys = work.pieces, work.pieces.keys[batch.rows]
         fetched = np.zeros(len(keys), dtype=np.bool_)
         answered = [outcome == Outcome.OK for outcome in outcomes or ()][: len(keys)]
         fetched[: len(answered)] = answered
-        self.counts["values_loaded"] += int(fetched.sum())
-        self.counts["bytes_loaded"] += int(pieces.sizes[batch.rows][fetched].sum())
+        self._count("values_loaded", int(fetched.sum()))
+        self._count("bytes_loaded", int(pieces.sizes[batch.rows][fetched].sum()))
         if not fetched.all():
             logger.warning(
                 "%d of %d values were not loaded: %s",
@@ -104,41 +129,32 @@ class Loader(Transfer[LoadSpec]):
                 refusals(outcomes, len(keys)),
             )
             answers = zip(keys, outcomes or (), strict=False)
-            useless += [key for key, outcome in answers if Outcome(outcome).is_useless]
+            work.useless += [key for key, outcome in answers if Outcome(outcome).is_useless]
         return fetched
 
     def _note_valid(self, job: Job, num_chunks: int) -> None:
         """Note progress between ``begin_copy`` and ``end_copy``: who asks comes after the end."""
         with self._lock:
-            self._valid_chunks[job.job_id] = num_chunks
+            self._valid_chunks[job.job_id] = max(num_chunks, self._valid_chunks.get(job.job_id, 0))
 
     def _remove(self, useless: Sequence[bytes]) -> None:
         """Remove values that no load can use, so that the recomputed ones replace them."""
         if useless:
-            self.counts["values_removed"] += self._route.store.remove(useless)
+            self._count("values_removed", self._route.store.remove(useless))
 
-    def _unpack(
-        self,
-        job: Job,
-        pieces: Pieces,
-        batch: Batch,
-        slot: Slot,
-        fetched: NDArray[np.bool_],
-        num_whole: int,
-    ) -> bool:
+    def _unpack(self, work: LoadWork, idx: int, slot: Slot, fetched: NDArray[np.bool_]) -> bool:
         """Scatter what was fetched before the first failure; False if the job ended before."""
-        chunk_idx = pieces.chunk_idx[batch.rows]
-        if not self._board.begin_copy(job):
+        if not self._board.begin_copy(work.job):
             return False
         in_time = False
+        pieces, batch = work.pieces, work.batches[idx]
         try:
-            scatter_items(
-                self._route.layout,
-                pieces.items(batch, slot.ptr)[fetched & _before_failure(chunk_idx, fetched)],
-            )
-            self._note_valid(job, num_whole)
+            counts = fetched & _before_failure(pieces.chunk_idx[batch.rows], fetched)
+            items = pieces.items(batch, slot.ptr)[counts]
+            self._route.mover.unpack(items, slot, batch.num_bytes, work.after)
+            self._note_valid(work.job, work.note_unpacked(idx, fetched))
         finally:
-            in_time = self._board.end_copy(job, last=False)
+            in_time = self._board.end_copy(work.job, last=False)
         return in_time
 
 
@@ -148,17 +164,3 @@ def _before_failure(chunk_idx: NDArray[np.int32], fetched: NDArray[np.bool_]) ->
         return fetched
     before: NDArray[np.bool_] = chunk_idx < chunk_idx[~fetched].min()
     return before
-
-
-def _num_whole_chunks(
-    pieces: Pieces, batch: Batch, fetched: NDArray[np.bool_], num_chunks: int
-) -> int:
-    """Return how many of the job's ``num_chunks`` are whole once this batch is unpacked.
-
-    Chunks of groups without layers on this pipeline stage have no pieces and lack nothing.
-    """
-    if not fetched.all():
-        return int(pieces.chunk_idx[batch.rows][~fetched].min())
-    if batch.stop == len(pieces):
-        return num_chunks
-    return int(pieces.chunk_idx[batch.stop])

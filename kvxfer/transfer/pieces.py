@@ -28,6 +28,8 @@ class Batch:
     start: int
     stop: int
     offsets: NDArray[np.int64]
+    num_bytes: int
+    """Of the slot, up to the end of the last value."""
 
     @property
     def rows(self) -> slice:
@@ -84,7 +86,8 @@ class Pieces:
         bases = np.repeat(np.append(0, ends)[bounds[:-1]], np.diff(bounds))
         offsets = ends - padded - bases
         for start, stop in pairwise(bounds):
-            yield Batch(start, stop, offsets[start:stop])
+            num_bytes = int(offsets[stop - 1] + padded[stop - 1])
+            yield Batch(start, stop, offsets[start:stop], num_bytes)
 
     def items(self, batch: Batch, slot_ptr: int) -> NDArray[np.void]:
         """Return the copy items of a batch (``blocks.ITEM_DTYPE``)."""
@@ -104,13 +107,26 @@ class Pieces:
 def _pieces_of_group(chunks: Chunks, spaces: Sequence[KeySpace], first_chunk: int) -> Pieces:
     num_chunks, num_spaces = len(chunks), len(spaces)
     every = np.arange(num_chunks, dtype=np.int32)
-    return Pieces(
+    pieces = Pieces(
         keys=shard_keys(spaces, chunks.hashes, chunks.hash_bytes, every),
         sizes=np.tile(np.array([s.value_bytes for s in spaces], dtype=np.int64), num_chunks),
         block_ids=np.repeat(chunks.block_ids, num_spaces),
         class_ids=np.tile(np.array([s.class_id for s in spaces], dtype=np.int32), num_chunks),
         chunk_idx=np.repeat(every + np.int32(first_chunk), num_spaces),
     )
+    if len(pieces) == 0 or all(space.num_turns == 1 for space in spaces):
+        return pieces
+    return pieces.select(_on_turn(chunks, spaces))
+
+
+def _on_turn(chunks: Chunks, spaces: Sequence[KeySpace]) -> NDArray[np.bool_]:
+    """Return (chunks x spaces,) which values are this rank's: replicas share them by the hash."""
+    last_bytes = np.frombuffer(chunks.hashes, np.uint8).reshape(len(chunks), -1)[:, -4:]
+    numbers = np.ascontiguousarray(last_bytes).view(np.uint32)  # (chunks, 1)
+    turns = np.array([space.turn for space in spaces], dtype=np.uint32)
+    num_turns = np.array([space.num_turns for space in spaces], dtype=np.uint32)
+    chosen: NDArray[np.bool_] = (numbers % num_turns == turns).ravel()
+    return chosen
 
 
 def _cut(ends: NDArray[np.int64], slot_bytes: int) -> list[int]:

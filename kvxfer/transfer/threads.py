@@ -18,10 +18,11 @@ Task = TypeVar("Task")
 class TaskThreads(Generic[Task]):
     """Runs ``run(task)`` for every task, in order of arrival, on ``num_threads`` threads.
 
-    ``submit`` never waits. ``run`` answers for its task whatever happens; an exception that
-    leaves it all the same goes to ``on_error(task, error)``. ``close`` refuses new tasks, lets
-    queued ones run for a while, hands the rest to ``on_dropped`` and joins the threads; a thread
-    that is stuck in a native call is abandoned (it is a daemon), logged and counted.
+    ``submit`` never waits. Each thread calls ``on_start`` first. ``run`` answers for its task
+    whatever happens; an exception that leaves it all the same goes to ``on_error(task, error)``.
+    ``close`` refuses new tasks, lets queued ones run for a while, hands the rest to
+    ``on_dropped`` and joins the threads; a thread that is stuck in a native call is abandoned
+    (it is a daemon), logged and counted.
     """
 
     def __init__(
@@ -33,8 +34,10 @@ class TaskThreads(Generic[Task]):
         run: Callable[[Task], None],
         on_error: Callable[[Task, Exception], None],
         on_dropped: Callable[[Task], None],
+        on_start: Callable[[], None] = lambda: None,
     ) -> None:
         self._run, self._on_error, self._on_dropped = run, on_error, on_dropped
+        self._on_start = on_start
         self._max_queued = max_queued
         self._changed = threading.Condition()
         self._queue: deque[Task] = deque()  # guarded by _changed
@@ -52,6 +55,15 @@ class TaskThreads(Generic[Task]):
         """Queue the task; False if the queue is full or closed."""
         with self._changed:
             if self._closing or len(self._queue) >= self._max_queued:
+                return False
+            self._queue.append(task)
+            self._changed.notify_all()
+            return True
+
+    def submit_if_idle(self, task: Task) -> bool:
+        """Queue the task if a thread is free for it now; False otherwise."""
+        with self._changed:
+            if self._closing or self._num_running + len(self._queue) >= len(self._threads):
                 return False
             self._queue.append(task)
             self._changed.notify_all()
@@ -97,6 +109,10 @@ class TaskThreads(Generic[Task]):
         return not self._queue and self._num_running == 0
 
     def _loop(self) -> None:
+        try:
+            self._on_start()
+        except Exception:
+            logger.exception("a transfer thread could not be set up")
         while (task := self._next()) is not None:
             try:
                 self._run(task)

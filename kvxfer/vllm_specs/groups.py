@@ -8,6 +8,7 @@ follows; every other registered spec keeps its own manager.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,7 @@ def cache_group_from_spec(spec: KVCacheSpec, *, eagle: bool) -> CacheGroup:
 
     ``UnsupportedError`` where no manager is registered, or one that cannot cache by prefix.
     """
-    layer_spec = _layer_spec(spec)
+    layer_spec = _searched_spec(spec)
     manager_cls = KVCacheSpecRegistry.get_manager_class(layer_spec)
     if manager_cls is None or isinstance(layer_spec, CrossAttentionSpec):
         raise UnsupportedError(
@@ -58,9 +59,8 @@ def cache_group_from_spec(spec: KVCacheSpec, *, eagle: bool) -> CacheGroup:
     return CacheGroup(
         kind,
         layer_spec.block_size,
-        window_tokens=getattr(layer_spec, "sliding_window", None) if _windowed(kind) else None,
+        window_tokens=layer_spec.sliding_window if kind == "sliding_window" else None,
         chunk_tokens=layer_spec.attention_chunk_size if kind == "chunked_local" else None,
-        retained_tokens=layer_spec.extra_retained_tokens if _windowed(kind) else 0,
         eagle=eagle,
         cacheable=spec.prefix_cacheable,
         spec_id=layer_spec,
@@ -75,13 +75,17 @@ def layer_specs(spec: KVCacheSpec) -> list[KVCacheSpec]:
     return [spec]
 
 
-def _layer_spec(spec: KVCacheSpec) -> KVCacheSpec:
-    """Return the spec that is searched: that of the first layer where layers are listed."""
-    return spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+def _searched_spec(spec: KVCacheSpec) -> KVCacheSpec:
+    """Return the spec that is searched: that of the first layer where layers are listed.
 
-
-def _windowed(kind: str) -> bool:
-    return kind == "sliding_window"
+    Drafters of several modules prefill the last tokens of a hit again, so the core allocates blocks
+    below the window for them. What is allocated has to be loaded: the window counts as wider.
+    """
+    layer_spec = spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+    if not isinstance(layer_spec, SlidingWindowSpec) or not layer_spec.extra_retained_tokens:
+        return layer_spec
+    covered_tokens = layer_spec.sliding_window + layer_spec.extra_retained_tokens
+    return replace(layer_spec, sliding_window=covered_tokens, extra_retained_tokens=0)
 
 
 def _kind(spec: KVCacheSpec, manager_cls: type[Any]) -> str:

@@ -57,13 +57,14 @@ class LayerSet:
     local_heads: tuple[int, int] | None
     """Global range of this rank's KV heads, None where ranks do not differ by heads."""
     heads_per_shard: int
-    is_first_replica: bool
-    """Whether this rank is the one that saves its heads."""
     is_draft: bool
     spec_facts: Mapping[str, object]
     context_rank: int | None = None
     """This rank's share of a block's tokens, None where it holds all of them."""
     num_context_ranks: int = 1
+    replica: int = 0
+    """This rank's number among those that hold the same bytes: they save in turn."""
+    num_replicas: int = 1
 
     def shards(self) -> list[Shard]:
         """Return every shard of a chunk, over all ranks of a pipeline stage."""
@@ -127,6 +128,7 @@ def _layer_set(
         return head_idx, ranks.context_rank(rank) if ranks.shards(spec) else None
 
     head_idx, context_rank = bytes_of(place)
+    replica, num_replicas = ranks.replica(place, bytes_of)
     replicated = num_distinct == 1 and _every_rank_alike(spec)
     total = spec.num_heads * num_distinct
     first = head_idx * spec.num_heads
@@ -142,7 +144,8 @@ def _layer_set(
         heads_per_shard=heads_per_shard,
         context_rank=context_rank,
         num_context_ranks=ranks.dcp_size,
-        is_first_replica=ranks.is_first(place, bytes_of),
+        replica=replica,
+        num_replicas=num_replicas,
         is_draft=is_draft,
         spec_facts=_spec_facts(spec, total),
     )

@@ -65,14 +65,15 @@ class StageRanks:
         """Return the number of a rank within the engine."""
         return (place.pp_rank * self.pcp_size + place.pcp_rank) * self.tp_size + place.tp_rank
 
-    def is_first(self, place: RankPlace, bytes_of: Callable[[RankPlace], object]) -> bool:
-        """Return whether no earlier rank of the stage holds the same bytes as ``place`` does."""
-        for pcp_rank in range(self.pcp_size):
-            for tp_rank in range(self.tp_size):
-                other = RankPlace(tp_rank, place.pp_rank, pcp_rank)
-                if bytes_of(other) == bytes_of(place):
-                    return other == place
-        raise AssertionError(f"{place} is not among the ranks of {self}")
+    def replica(self, place: RankPlace, bytes_of: Callable[[RankPlace], object]) -> tuple[int, int]:
+        """Return a rank's number among those of its stage that hold the same bytes, and theirs."""
+        stage = [
+            RankPlace(tp_rank, place.pp_rank, pcp_rank)
+            for pcp_rank in range(self.pcp_size)
+            for tp_rank in range(self.tp_size)
+        ]
+        alike = [other for other in stage if bytes_of(other) == bytes_of(place)]
+        return alike.index(place), len(alike)
 
 
 def place_of_this_rank(vllm_config: VllmConfig) -> RankPlace:

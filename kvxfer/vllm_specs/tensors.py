@@ -40,9 +40,10 @@ def _region(
             f"the cache of layer {layer} has shape {tuple(tensor.shape)}; expected "
             f"[blocks, heads, tokens, content] with a multiple of {num_blocks} blocks"
         )
-    if tensor.device.type != "cpu":
+    if tensor.device.type not in ("cpu", "cuda"):
         raise UnsupportedError(
-            f"the cache of layer {layer} is on {tensor.device}; this version copies CPU caches only"
+            f"the cache of layer {layer} is on {tensor.device}; kvxfer copies caches on a CPU and "
+            "on CUDA devices"
         )
     return Region(
         tensor=tensor,

@@ -13,6 +13,7 @@ from collections import Counter
 import numpy as np
 
 from kvxfer.blocks import BlockLayout, Region, StagingPool
+from kvxfer.blocks.movers import HostMover
 from kvxfer.keys import KeySpace
 from kvxfer.transfer import Chunks, JobBoard, Loader, LoadSpec, Route, Saver, SaveSpec
 
@@ -60,7 +61,7 @@ class KnownRank:
         self.board = JobBoard(clock)
         self.staging = StagingPool(num_slots, slot_bytes)
         self.spaces = {group: self._spaces(group) for group in LAYERS}
-        route = Route(store, self.layout, self.staging, self.spaces)
+        route = Route(store, HostMover(self.layout), self.staging, self.spaces)
         options = {"num_threads": num_threads, "max_queued": 64, "timeout_s": timeout_s}
         self.saver = Saver(self.board, route, **options)
         self.loader = Loader(self.board, route, **options)

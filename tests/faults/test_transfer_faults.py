@@ -10,7 +10,7 @@ import pytest
 from faulty_store import FAULTS_OF, Fault, FaultyStore, ScriptedFaults
 from known_rank import UNTOUCHED, WAIT_S, KnownRank
 
-from kvxfer import transfer
+from kvxfer.blocks import movers
 from kvxfer.stores import Outcome
 from kvxfer.stores.checksums import ChecksummedStore
 from kvxfer.transfer import JobResult
@@ -230,9 +230,8 @@ def test_job_is_not_reported_while_its_copy_runs(checked, late, monkeypatch, kin
         first = checked.rank()
         first.save(0, SOURCE)
         first.result(0)
-    module = {"save": transfer.saver, "load": transfer.loader}[kind]
-    real_copy = getattr(module, copy)
-    monkeypatch.setattr(module, copy, lambda *args: (late(None), real_copy(*args)))
+    real_copy = getattr(movers, copy)
+    monkeypatch.setattr(movers, copy, lambda *args: (late(None), real_copy(*args)))
     clock = Clock()
     rank = checked.rank(clock=clock, timeout_s=5)
     getattr(rank, kind)(1, TARGET)

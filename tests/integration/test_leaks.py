@@ -187,8 +187,9 @@ def test_shutdown_abandons_a_put_that_does_not_return(stuck, caplog):
     one.engine.scheduler.update_state_after_alloc(request, allocated(1, 2), 0)
     one.engine.run_step(new=[("a", 0, 33)], tables={"a": [1, 2]})
     one.wait_until_stuck()
+    saver = one.worker._saver
     assert shutdown_s(one.engine) < 5
-    assert one.worker._saver.num_abandoned == 1
+    assert saver.num_abandoned == 1
     assert "stuck in a native call; abandoned" in caplog.text
     assert our_threads() == ["kvxfer-save-0"]
 
@@ -206,8 +207,9 @@ def test_shutdown_abandons_a_get_that_does_not_return(stuck, caplog):
     one.wait_until_stuck()
     one.engine.until(lambda: one.engine.finished == ["a"])  # by its deadline, and as failed
     assert one.engine.bad_blocks == {9, 2, 11}
+    loader = one.worker._loader
     assert shutdown_s(one.engine) < 5
-    assert one.worker._loader.num_abandoned == 1
+    assert loader.num_abandoned == 1
     assert "stuck in a native call; abandoned" in caplog.text
 
 

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scheduler side and ranks together, without an engine: real channel, real LMDB, real copies."""
 
+import gc
+import hashlib
 import itertools
 import sys
 import threading
 import time
 import uuid
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "scheduler"))
 from engine_fakes import FakePool, FakeRequest, allocated, make_config, make_facts, step
 from engine_fakes import worker_output as output
 
+from kvxfer import worker as worker_module
+from kvxfer.blocks.movers import HostMover
 from kvxfer.hits import CacheGroup
 from kvxfer.lookup import Endpoint, LookupClient
 from kvxfer.scheduler import KVXferScheduler
@@ -27,6 +32,14 @@ from kvxfer.worker import KVXferWorker
 
 LAYERS, HEADS, TOKENS, CONTENT, NUM_BLOCKS = 3, 4, 16, 8, 32
 NAMES = ValueNames(model="model", digest="d" * 32, groups=("g" * 16,))
+
+
+class HashedRequest(FakeRequest):
+    """A request whose hashes differ in every byte, as vLLM's do."""
+
+    @property
+    def block_hashes(self):
+        return [hashlib.sha256(readable).digest() for readable in super().block_hashes]
 
 
 class Engine:
@@ -43,6 +56,7 @@ class Engine:
         names=NAMES,
         handshake=True,
         groups=None,
+        replicated=False,
         **settings,
     ):
         self.config = make_config(
@@ -58,6 +72,9 @@ class Engine:
         for stage, rank in itertools.product(range(pp_size), range(tp_size)):
             heads = HEADS * dcp_size // tp_size
             layer_set = _layer_set(rank // dcp_size, heads, store_tp)
+            if replicated:
+                heads = HEADS
+                layer_set = _replicated_set(rank, tp_size)
             if dcp_size > 1:
                 layer_set = replace(
                     layer_set, context_rank=rank % dcp_size, num_context_ranks=dcp_size
@@ -74,6 +91,8 @@ class Engine:
                 f"layer{i}": torch.randint(-128, 128, shape, dtype=torch.int8)
                 for i in range(LAYERS)
             }
+            if replicated and self.caches:
+                caches = {name: cache.clone() for name, cache in self.caches[0].items()}
             worker.register_kv_caches(caches)
             self.caches.append(caches)
             self.workers.append(worker)
@@ -125,8 +144,8 @@ class Engine:
         )
         return answers[-1]
 
-    def save(self, name, blocks):
-        request = FakeRequest(name, len(blocks) * TOKENS + 1)
+    def save(self, name, blocks, kind=FakeRequest):
+        request = kind(name, len(blocks) * TOKENS + 1)
         self.hit(request)
         self.scheduler.update_state_after_alloc(request, allocated(*blocks), 0)
         self.run_step(new=[(name, 0, request.num_tokens)], tables={name: list(blocks)})
@@ -156,10 +175,14 @@ def _layer_set(rank, heads, store_tp):
         num_heads=HEADS,
         local_heads=(rank * heads, (rank + 1) * heads),
         heads_per_shard=HEADS // store_tp,
-        is_first_replica=True,
         is_draft=False,
         spec_facts={},
     )
+
+
+def _replicated_set(rank, tp_size):
+    """Layers of which every rank holds the same bytes, as of a latent cache."""
+    return replace(_layer_set(0, HEADS, 1), local_heads=None, replica=rank, num_replicas=tp_size)
 
 
 @pytest.fixture
@@ -180,10 +203,76 @@ def make(store_uri):
         engine.close()
 
 
+@pytest.fixture
+def marked(monkeypatch):
+    """Let movers number their marks, as events of a GPU's stream would follow each other.
+
+    Returns the list of what happens: ("mark", number), ("pack", number), ("unpack", number).
+    """
+    events, numbers = [], itertools.count(1)
+
+    class MarkedMover(HostMover):
+        def mark(self):
+            events.append(("mark", next(numbers)))
+            return events[-1][1]
+
+        def pack(self, items, slot, num_bytes, after):
+            events.append(("pack", after))
+            return super().pack(items, slot, num_bytes, after)
+
+        def unpack(self, items, slot, num_bytes, after):
+            events.append(("unpack", after))
+            super().unpack(items, slot, num_bytes, after)
+
+    monkeypatch.setattr(worker_module, "HostMover", MarkedMover)
+    return events
+
+
 def assert_same_blocks(one, ours, other, theirs):
     for a, b in zip(ours, theirs, strict=True):
         for left, right in zip(one.block(a), other.block(b), strict=True):
             assert torch.equal(left, right)
+
+
+def test_copies_come_after_what_the_engine_had_queued_at_their_step(make, marked):
+    saver, loader = make(), make()
+    saver.save("a", [1, 2])
+    assert marked == [("mark", 1), ("pack", 1)]
+    loader.load(FakeRequest("a", 2 * TOKENS + 1), [3, 4])
+    assert marked[2:] == [("mark", 2), ("unpack", 2)]
+
+
+def test_saves_that_vllm_does_not_wait_for_begin_with_the_next_step(make, marked):
+    """As on the earlier pipeline stages of an engine with some drafters."""
+    engine = make()
+    (worker,) = engine.workers
+    request = FakeRequest("a", 2 * TOKENS + 1)
+    engine.hit(request)
+    engine.scheduler.update_state_after_alloc(request, allocated(1, 2), 0)
+    orders = [
+        engine.scheduler.build_connector_meta(step(**arguments))
+        for arguments in (
+            {"new": [("a", 0, request.num_tokens)], "tables": {"a": [1, 2]}},
+            {},
+        )
+    ]
+    worker.begin_step(orders[0])
+    assert marked == []
+    worker.begin_step(orders[1])
+    engine.until(lambda: not engine.pool.pinned and not engine.num_live_jobs())
+    assert marked == [("mark", 1), ("pack", 1)]
+
+
+def test_nothing_of_a_rank_that_is_closed_keeps_its_cache_alive(make):
+    engine = make()
+    engine.save("a", [1, 2])
+    counts = engine.workers[0].counts()
+    cache = weakref.ref(engine.caches[0]["layer0"])
+    engine.close()
+    engine.caches.clear()
+    gc.collect()
+    assert cache() is None
+    assert engine.workers[0].counts() == counts
 
 
 @pytest.mark.parametrize("saver_tp", [1, 2])
@@ -197,6 +286,20 @@ def test_engine_loads_what_another_saved_whatever_their_tensor_parallel_sizes(
     assert loader.load(FakeRequest("a", 49), [9, 2, 11]) == 48
     assert loader.bad_blocks == set()
     assert_same_blocks(loader, [9, 2, 11], saver, [3, 7, 5])
+
+
+def test_ranks_that_hold_the_same_bytes_share_the_saving_and_all_load(make):
+    blocks = list(range(1, 17))
+    saver = make(tp_size=2, replicated=True, max_pinned_blocks=16)
+    saver.save("a", blocks, HashedRequest)
+    saved = [worker.counts()["save_values_saved"] for worker in saver.workers]
+    assert sum(saved) == len(blocks)
+    assert all(saved)
+    loader = make(tp_size=2, replicated=True)
+    assert loader.load(HashedRequest("a", 16 * TOKENS + 1), blocks[::-1]) == 16 * TOKENS
+    for caches in loader.caches:
+        for name, cache in caches.items():
+            assert torch.equal(cache[blocks[::-1]], saver.caches[0][name][blocks])
 
 
 def test_prefix_of_which_one_shard_is_missing_is_no_hit(make, store_uri):

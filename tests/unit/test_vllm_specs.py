@@ -287,21 +287,26 @@ def facts_of(vllm_config, kv_config, rank, *, pcp_rank=0, **settings):
     return read_engine(vllm_config, kv_config, config, RankPlace(rank, pcp_rank=pcp_rank))
 
 
+def turns(layer_sets):
+    """Return each rank's number among those that hold the same bytes, and theirs."""
+    return [(one.replica, one.num_replicas) for one in layer_sets]
+
+
 def test_each_rank_holds_its_own_heads(vllm_config):
     vllm_config.parallel_config.tensor_parallel_size = 2
     split = cache_config(full_spec(num_kv_heads=2))
     held = [facts_of(vllm_config, split, rank).layer_sets[0] for rank in (0, 1)]
     assert [one.local_heads for one in held] == [(0, 2), (2, 4)]
     assert held[0].shards() == [((0, 2), None), ((2, 4), None)]
-    assert all(one.is_first_replica for one in held)
+    assert turns(held) == [(0, 1), (0, 1)]
 
 
-def test_ranks_beyond_the_kv_heads_hold_replicas_that_one_of_them_saves(vllm_config):
+def test_ranks_beyond_the_kv_heads_hold_replicas_that_they_save_in_turn(vllm_config):
     vllm_config.parallel_config.tensor_parallel_size = 8
     split = cache_config(full_spec(num_kv_heads=1))
     held = [facts_of(vllm_config, split, rank).layer_sets[0] for rank in range(8)]
     assert [one.local_heads for one in held] == [(i // 2, i // 2 + 1) for i in range(8)]
-    assert [one.is_first_replica for one in held] == [True, False] * 4
+    assert turns(held) == [(0, 2), (1, 2)] * 4
 
 
 @pytest.mark.parametrize("name", ["swa_num_key_value_heads", "num_attention_groups"])
@@ -312,7 +317,7 @@ def test_ranks_are_no_replicas_where_layers_differ_in_their_kv_heads(vllm_config
     split = cache_config(full_spec(num_kv_heads=1))
     held = [facts_of(vllm_config, split, rank).layer_sets[0] for rank in range(8)]
     assert [one.local_heads for one in held] == [(i, i + 1) for i in range(8)]
-    assert all(one.is_first_replica for one in held)
+    assert turns(held) == [(0, 1)] * 8
 
 
 def test_ranks_with_several_heads_are_no_replicas(vllm_config):
@@ -323,12 +328,12 @@ def test_ranks_with_several_heads_are_no_replicas(vllm_config):
     assert [one.local_heads for one in held] == [(2 * i, 2 * i + 2) for i in range(8)]
 
 
-def test_latent_cache_is_one_shard_that_rank_0_saves(vllm_config):
+def test_latent_cache_is_one_shard_that_ranks_save_in_turn(vllm_config):
     vllm_config.parallel_config.tensor_parallel_size = 2
     spec = MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=16, dtype=torch.float32)
     held = [facts_of(vllm_config, cache_config(spec), rank).layer_sets[0] for rank in (0, 1)]
     assert [one.shards() for one in held] == [[(None, None)]] * 2
-    assert [one.is_first_replica for one in held] == [True, False]
+    assert turns(held) == [(0, 2), (1, 2)]
 
 
 # Context parallelism: the ranks of a context group share each block's tokens
@@ -359,14 +364,14 @@ def test_latent_cache_is_one_shard_for_each_context_rank(vllm_config):
     held = [facts_of(vllm_config, cache_config(latent_spec()), r).layer_sets[0] for r in range(4)]
     assert all(one.shards() == [(None, 0), (None, 1)] for one in held)
     assert [one.context_rank for one in held] == [0, 1, 0, 1]
-    assert [one.is_first_replica for one in held] == [True, True, False, False]
+    assert turns(held) == [(0, 2), (0, 2), (1, 2), (1, 2)]
 
 
 def test_replicas_of_a_head_share_its_tokens(vllm_config):
     set_parallel(vllm_config, tensor_parallel_size=16, decode_context_parallel_size=2)
     split = cache_config(full_spec(num_kv_heads=1))
     held = [facts_of(vllm_config, split, rank).layer_sets[0] for rank in range(16)]
-    saved = [(one.local_heads, one.context_rank) for one in held if one.is_first_replica]
+    saved = [(one.local_heads, one.context_rank) for one in held if one.replica == 0]
     assert saved == [((head, head + 1), share) for head in range(4) for share in range(2)]
     assert held[0].shards() == saved
 
@@ -374,9 +379,9 @@ def test_replicas_of_a_head_share_its_tokens(vllm_config):
 @pytest.mark.parametrize(
     ("dcp_size", "context_ranks", "savers"),
     [
-        (1, [None] * 4, [True, False, False, False]),
-        (2, [0, 0, 1, 1], [True, False, True, False]),
-        (4, [0, 2, 1, 3], [True] * 4),
+        (1, [None] * 4, [(0, 4), (1, 4), (2, 4), (3, 4)]),
+        (2, [0, 0, 1, 1], [(0, 2), (1, 2), (0, 2), (1, 2)]),
+        (4, [0, 2, 1, 3], [(0, 1)] * 4),
     ],
     ids="dcp={}".format,
 )
@@ -393,7 +398,7 @@ def test_prefill_context_ranks_hold_copies_or_shares(vllm_config, dcp_size, cont
     ]
     assert [one.rank for one in facts] == [0, 1, 2, 3]
     assert [one.layer_sets[0].context_rank for one in facts] == context_ranks
-    assert [one.layer_sets[0].is_first_replica for one in facts] == savers
+    assert turns(one.layer_sets[0] for one in facts) == savers
 
 
 def test_recurrent_states_are_not_shared_by_context_ranks(vllm_config):
@@ -425,8 +430,9 @@ def test_every_rank_names_the_shards_of_all_ranks_and_holds_its_own(vllm_config)
     assert held[0] == held[2]
     assert held[1] == held[3]
     assert {*held[0], *held[1]} == named[0]
-    saved = [space.prefix for one in everywhere for space in one.saved.get(0, [])]
-    assert sorted(saved) == sorted(named[0])
+    saved = sorted((space.prefix, space.turn) for one in everywhere for space in one.saved[0])
+    assert saved == sorted((prefix, turn) for prefix in named[0] for turn in range(2))
+    assert all(space.num_turns == 2 for one in everywhere for space in one.saved[0])
 
 
 @pytest.mark.parametrize(

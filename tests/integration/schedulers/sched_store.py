@@ -16,6 +16,9 @@ class SwitchedStore(Store):
     def register(self, buffer):
         self._store.register(buffer)
 
+    def watch_evictions(self, on_evicted):
+        self._store.watch_evictions(on_evicted)
+
     def exists(self, keys):
         self._switches.calls["exists"] += 1
         return self._store.exists(keys)

@@ -160,5 +160,5 @@ def blocks_by_request(saves):
     return found
 
 
-def worker_output(meta):
-    return SimpleNamespace(kv_connector_worker_meta=meta)
+def worker_output(meta=None, finished_recving=None):
+    return SimpleNamespace(kv_connector_worker_meta=meta, finished_recving=finished_recving)

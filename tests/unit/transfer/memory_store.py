@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A store in a dict that can be made to wait, to fail and to lie."""
 
+import ctypes
 import threading
+
+import numpy as np
 
 from kvxfer.stores import Outcome, Store
 from kvxfer.stores.base import StoreStats
+from kvxfer.stores.parts import TransferMode
 
 
 class Gate:
@@ -28,6 +32,7 @@ class MemoryStore(Store):
         self.gates = {}
         self.answers = {}
         self.calls = []
+        self.registered = []
 
     def _enter(self, name, keys):
         self.calls.append((name, len(keys)))
@@ -37,9 +42,6 @@ class MemoryStore(Store):
         if isinstance(answer, Exception):
             raise answer
         return answer
-
-    def register(self, buffer):
-        pass
 
     def exists(self, keys):
         answer = self._enter("exists", keys)
@@ -70,6 +72,59 @@ class MemoryStore(Store):
             outcomes.append(Outcome.EXISTS if key in self.values else Outcome.OK)
             self.values.setdefault(key, bytes(source))
         return outcomes
+
+    # Values in parts, where ``mode`` says so
+
+    mode = TransferMode.PACKED
+    most_parts = 64
+
+    @property
+    def transfer_mode(self):
+        return self.mode
+
+    def register(self, buffer):
+        self.registered.append(buffer)
+
+    def get_parts(self, keys, parts):
+        answer = self._enter("get_parts", keys)
+        if answer is not None:
+            return answer(keys)
+        outcomes = []
+        for key, places in zip(keys, self._places(parts), strict=True):
+            value = self.values.get(key)
+            if value is None or len(value) != sum(map(len, places)):
+                outcomes.append(Outcome.MISSING if value is None else Outcome.WRONG_SIZE)
+                continue
+            at = 0
+            for place in places:
+                place[:] = value[at : at + len(place)]
+                at += len(place)
+            outcomes.append(Outcome.OK)
+        return outcomes
+
+    def put_parts(self, keys, parts):
+        values = [b"".join(map(bytes, places)) for places in self._places(parts)]
+        answer = self._enter("put_parts", keys)
+        if answer is not None:
+            return answer(keys)
+        outcomes = [Outcome.EXISTS if key in self.values else Outcome.OK for key in keys]
+        self.values = dict(zip(keys, values, strict=True)) | self.values
+        return outcomes
+
+    def _places(self, parts):
+        """Return the memory of the parts of each value, which has to be registered."""
+        parts.check(len(parts.counts), self.most_parts)
+        places = [
+            memoryview((ctypes.c_ubyte * size).from_address(ptr)).cast("B")
+            for ptr, size in zip(parts.ptrs.tolist(), parts.sizes.tolist(), strict=True)
+        ]
+        spans = [(np.frombuffer(b, np.uint8).ctypes.data, len(b)) for b in self.registered]
+        for ptr, size in zip(parts.ptrs.tolist(), parts.sizes.tolist(), strict=True):
+            assert any(at <= ptr and ptr + size <= at + num for at, num in spans)
+        ends = np.cumsum(parts.counts).tolist()
+        return [
+            places[end - num : end] for end, num in zip(ends, parts.counts.tolist(), strict=True)
+        ]
 
     def remove(self, keys):
         return sum(self.values.pop(key, None) is not None for key in keys)

@@ -66,6 +66,20 @@ def test_deadline_never_ends_a_job_during_a_copy(board, clock):
     assert board.take_reports().ended == {1: JobResult.EXPIRED}
 
 
+def test_overdue_job_ends_with_the_last_of_its_copies_and_begins_no_other(board, clock):
+    job = board.submit(1, 1.0)
+    board.start(job)
+    assert board.begin_copy(job)
+    assert board.begin_copy(job)
+    clock.now = 2.0
+    assert board.take_reports().ended == {}
+    assert not board.begin_copy(job)
+    assert not board.end_copy(job, last=False)
+    assert board.take_reports().ended == {}
+    assert not board.end_copy(job, last=False)
+    assert board.take_reports().ended == {1: JobResult.EXPIRED}
+
+
 def test_late_thread_may_not_touch_blocks_of_an_expired_job(board, clock):
     job = board.submit(1, 1.0)
     board.start(job)
@@ -100,6 +114,7 @@ class JobBoardMachine(RuleBasedStateMachine):
         self.jobs = []
         self.free = Counter()
         self.ended = Counter()
+        self.copies = Counter()  # under way, by job
 
     def pick(self, number, *states):
         jobs = [job for job in self.jobs if job.state in states]
@@ -116,14 +131,19 @@ class JobBoardMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 20))
     def begin_copy(self, number):
-        if job := self.pick(number, JobState.RUNNING, JobState.ENDED):
-            was_over = job.state is JobState.ENDED
+        if job := self.pick(number, JobState.RUNNING, JobState.COPYING, JobState.ENDED):
+            was_over = job.state is JobState.ENDED or job.overdue
             assert self.board.begin_copy(job) is not was_over
+            self.copies[job.job_id] += not was_over
 
     @rule(number=st.integers(0, 20), last=st.booleans())
     def end_copy(self, number, last):
         if job := self.pick(number, JobState.COPYING):
             assert self.board.end_copy(job, last=last) is not job.overdue
+            self.copies[job.job_id] -= 1
+            is_last = self.copies[job.job_id] == 0
+            assert (job.state is not JobState.COPYING) == is_last
+            assert (job.state is JobState.ENDED) == (is_last and job.overdue)
 
     @rule(number=st.integers(0, 20), result=st.sampled_from(JobResult))
     def end(self, number, result):
@@ -154,7 +174,7 @@ class JobBoardMachine(RuleBasedStateMachine):
 
     def teardown(self):
         for job in self.jobs:
-            if job.state is JobState.COPYING:
+            while job.state is JobState.COPYING:
                 self.board.end_copy(job, last=False)
         self.clock.now += 100
         self.report()

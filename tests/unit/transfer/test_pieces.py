@@ -57,6 +57,24 @@ def test_a_group_without_spaces_has_no_values_but_its_chunks_count():
     assert len(Pieces.of([chunks(2, [4])], SPACES)) == len(Pieces.of([], SPACES)) == 0
 
 
+@given(num_turns=st.integers(2, 5), num_chunks=st.integers(1, 40))
+def test_replicas_share_the_chunks_and_no_two_have_the_same(num_turns, num_chunks):
+    own = KeySpace(0, b"own/", 1, 64)
+    parts = []
+    for turn in range(num_turns):
+        shared = KeySpace(0, b"shared/", 0, 128, turn, num_turns)
+        pieces = Pieces.of([chunks(0, range(1, num_chunks + 1))], {0: [shared, own]})
+        assert [k for k in pieces.keys if k.startswith(b"own/")] == [
+            key(b"own/", number) for number in range(num_chunks)
+        ]
+        parts.append([k for k in pieces.keys if k.startswith(b"shared/")])
+        by_key = dict(zip(pieces.keys, pieces.block_ids.tolist(), strict=True))
+        assert all(by_key[k] == by_key[b"own/" + k.removeprefix(b"shared/")] for k in parts[-1])
+    assert sorted(itertools.chain(*parts)) == sorted(
+        key(b"shared/", number) for number in range(num_chunks)
+    )
+
+
 def test_select_keeps_the_chosen_values():
     pieces = Pieces.of([chunks(0, [7, 9])], SPACES)
     assert pieces.select(np.ones(4, np.bool_)) is pieces

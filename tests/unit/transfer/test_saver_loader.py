@@ -10,6 +10,7 @@ import pytest
 from memory_store import Gate, MemoryStore
 
 from kvxfer.blocks import BlockLayout, Region, StagingPool
+from kvxfer.blocks.movers import HostMover
 from kvxfer.keys import KeySpace
 from kvxfer.stores import Outcome
 from kvxfer.transfer import Chunks, JobBoard, JobResult, Loader, LoadSpec, Route, Saver, SaveSpec
@@ -60,7 +61,17 @@ def chunks(blocks, first=0):
 class Rank:
     """One rank's transfers over its own cache and a shared store."""
 
-    def __init__(self, store, caches, *, slot_values=64, num_slots=3, timeout_s=20.0, clock=None):
+    def __init__(
+        self,
+        store,
+        caches,
+        *,
+        slot_values=64,
+        num_slots=3,
+        num_threads=1,
+        timeout_s=20.0,
+        clock=None,
+    ):
         self.caches = caches
         self.layout = make_layout(caches)
         self.board = JobBoard(clock) if clock else JobBoard()
@@ -71,8 +82,8 @@ class Rank:
                 for i, c in enumerate(self.layout.classes)
             ]
         }
-        self.route = Route(store, self.layout, self.staging, spaces)
-        options = {"num_threads": 1, "max_queued": 4, "timeout_s": timeout_s}
+        self.route = Route(store, HostMover(self.layout), self.staging, spaces)
+        options = {"num_threads": num_threads, "max_queued": 4, "timeout_s": timeout_s}
         self.saver = Saver(self.board, self.route, **options)
         self.loader = Loader(self.board, self.route, **options)
         self.free, self.ended = [], {}
@@ -228,7 +239,65 @@ def test_blocks_changed_after_they_are_free_do_not_change_what_is_stored(make_ra
         np.testing.assert_array_equal(ours[[1, 2]], theirs[[1, 2]])
 
 
+def test_batches_of_one_load_are_fetched_at_the_same_time(make_rank, store):
+    source = saved_rank(make_rank, [1, 2, 3, 4])
+    target = make_rank(make_caches(UNTOUCHED), slot_values=2, num_threads=3)
+    store.gates["get"] = Gate()
+    load(target, 1, [5, 6, 7, 8])
+    target.wait(lambda: store.calls.count(("get", 2)) == 3)
+    store.gates["get"].open()
+    assert target.result(1) is JobResult.DONE
+    assert target.loader.take_valid_chunks(1) == 4
+    for ours, theirs in zip(target.caches, source.caches, strict=True):
+        np.testing.assert_array_equal(ours[5:9], theirs[1:5])
+
+
+def test_help_with_a_load_takes_no_place_of_another_load(make_rank, store):
+    """Two threads do one load of four batches each; four more loads wait, as many as may."""
+    saved_rank(make_rank, [1, 2, 3, 4])
+    target = make_rank(make_caches(UNTOUCHED), slot_values=2, num_threads=2)
+    store.gates["get"] = Gate()
+    for number in range(2):
+        load(target, number, [5, 6, 7, 8])
+    target.wait(lambda: store.calls.count(("get", 2)) == 2)
+    for number in range(2, 6):
+        load(target, number, [5, 6, 7, 8])
+    store.gates["get"].open()
+    assert {target.result(number) for number in range(6)} == {JobResult.DONE}
+
+
+def test_threads_are_attached_to_the_mover_once_and_before_they_copy(make_rank, monkeypatch):
+    attached, copied = [], []
+    monkeypatch.setattr(
+        HostMover, "attach_thread", lambda self: attached.append(threading.get_ident())
+    )
+    pack = HostMover.pack
+    monkeypatch.setattr(
+        HostMover, "pack", lambda *args: (copied.append(threading.get_ident()), pack(*args))[1]
+    )
+    saved_rank(make_rank, [1, 2])
+    assert len(attached) == len(set(attached)) == 2  # one thread each to save and to load
+    assert set(copied) <= set(attached)
+
+
 # Failures
+
+
+@pytest.mark.parametrize("failed", [0, 3, 6])
+def test_load_on_several_threads_keeps_the_chunks_before_the_first_failure(
+    make_rank, store, failed
+):
+    source = saved_rank(make_rank, list(range(1, 9)))
+    missing = f"p/h{source.layout.classes[1].heads}/".encode() + hashes(failed).hex().encode()
+    del store.values[missing]
+    target = make_rank(make_caches(UNTOUCHED), slot_values=2, num_slots=4, num_threads=3)
+    load(target, 1, list(range(8, 16)))
+    assert target.result(1) is JobResult.FAILED
+    assert target.loader.take_valid_chunks(1) == failed
+    for ours, theirs in zip(target.caches, source.caches, strict=True):
+        np.testing.assert_array_equal(ours[8 : 8 + failed], theirs[1 : 1 + failed])
+        assert (ours[8 + failed] == UNTOUCHED).all()
+        assert (ours[0:8] == UNTOUCHED).all()
 
 
 @pytest.mark.parametrize("slot_values", [2, 64], ids="slot_values={}".format)
