@@ -32,7 +32,7 @@ FUZZ_EXAMPLES := 20000
 RATIOS := $(wildcard benchmarks/ratios_*.py)
 
 .PHONY: help preflight setup setup-core demo test test-core test-debug test-sanitize run-sanitize fuzz fuzz-frames \
-    soak kill-loop mutate lint bench lock clean distclean
+    soak kill-loop dist test-dist test-versions mutate docs lint bench lock clean distclean
 .NOTPARALLEL:
 
 help: ## list the targets
@@ -80,8 +80,21 @@ soak: setup ## run engines over a faulty store, under random traffic, for SOAK_M
 kill-loop: setup ## kill processes in the middle of saves and loads, KILL_ROUNDS=50 times
 	$(ENV) $(BIN)/python scripts/kill_loop.py --rounds $(KILL_ROUNDS)
 
+dist: setup-core ## make the sdist and a wheel in dist, each in an environment of its own
+	rm -rf dist
+	$(BIN)/python -m build
+
+test-dist: dist ## install them with and without compiler and nvcc, and try what came out
+	$(BIN)/python scripts/test_dist.py
+
+test-versions: setup ## test with every vLLM release of the supported range that a CPU runs
+	$(ENV) $(BIN)/python scripts/test_versions.py $(VERSIONS)
+
 mutate: setup ## break the mechanism of each promise, line by line, and see that a test fails
 	$(ENV) $(BIN)/python scripts/mutate.py
+
+docs: setup ## write docs/options.md and docs/commands.md anew
+	$(ENV) $(BIN)/python scripts/make_docs.py
 
 lint: setup-core ## check style and types
 	$(BIN)/ruff check .

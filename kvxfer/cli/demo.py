@@ -13,7 +13,7 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,12 +26,15 @@ from kvxfer.cli.checkpoint import DEMO_SHAPE, write_llama
 from kvxfer.cli.comparison import Comparison
 from kvxfer.cli.engine_client import EngineReport, run_engine
 from kvxfer.cli.engine_job import BLOCK_TOKENS, CORRUPT_VARIABLE, EngineJob
+from kvxfer.cli.local_pool import local_pool
 from kvxfer.errors import ConfigError, KvxferError
 from kvxfer.keys import FORMAT
 
 OUTPUT_TOKENS = 16
 PROMPT_SEED = 1
 STORE_CAPACITY_BYTES = 1 << 30
+LOCAL_POOL = "mooncake"
+"""For ``store``: a Mooncake pool of this host, with a master of its own, ended with the demo."""
 MIN_PROMPT_TOKENS = BLOCK_TOKENS + 1
 """One block to load and, as always, one token to compute."""
 
@@ -57,7 +60,8 @@ def run_demo(options: DemoOptions, console: Console) -> int:
             folder.keep_logs = True
         if reasons or options.keep:
             for log in folder.logs:
-                console.print(f"log of vLLM: {log}", soft_wrap=True)
+                owner = "Mooncake" if log.name.startswith("mooncake") else "vLLM"
+                console.print(f"log of {owner}: {log}", soft_wrap=True)
         return 1 if reasons else 0
 
 
@@ -94,7 +98,7 @@ def _run_in(folder: Path, options: DemoOptions, console: Console) -> list[str]:
 def _compare_engines(options: DemoOptions, folder: Path, console: Console) -> Comparison:
     if os.environ.get(CORRUPT_VARIABLE) == "1":
         console.print(f"{CORRUPT_VARIABLE}=1: values are damaged as they are saved")
-    with _progress(console) as progress:
+    with _progress(console) as progress, ExitStack() as servers:
         model = options.model
         if model is None:
             with _stage(progress, "making a small Llama with random weights", 1) as step:
@@ -104,6 +108,10 @@ def _compare_engines(options: DemoOptions, folder: Path, console: Console) -> Co
         vocab_size = vocab_size_of(model)
         cache_prefix = f"demo-{secrets.token_hex(8)}"  # unique: engine A is cold in any store
         store = options.store or _store_in(folder, options)
+        if store == LOCAL_POOL:
+            with _stage(progress, "starting a Mooncake master and its memory", 1) as step:
+                store = servers.enter_context(local_pool(folder, _store_bytes(options)))
+                step("started")
         job = EngineJob(
             model=str(model),
             connector_settings={"store": store, "cache_prefix": cache_prefix},
@@ -114,7 +122,7 @@ def _compare_engines(options: DemoOptions, folder: Path, console: Console) -> Co
             cold = _run("engine A: computes and saves", job, folder / "engine-a.log", progress)
             warm = _run("engine B: loads", job, folder / "engine-b.log", progress)
         finally:
-            if options.store is not None and not options.keep:
+            if options.store not in (None, LOCAL_POOL) and not options.keep:
                 _remove_values(store, cache_prefix)
     return Comparison(options.prompt_tokens, cold, warm)
 
@@ -126,10 +134,14 @@ def _run(title: str, job: EngineJob, log: Path, progress: Progress) -> EngineRep
 
 
 def _store_in(folder: Path, options: DemoOptions) -> str:
-    """Return the URI of a store of our own, twice as large as the prompts need."""
+    """Return the URI of a store of our own."""
+    return f"lmdb://{folder / 'store'}?capacity={_store_bytes(options)}"
+
+
+def _store_bytes(options: DemoOptions) -> int:
+    """Return twice what the prompts need of a store."""
     tokens = options.num_prompts * (options.prompt_tokens + BLOCK_TOKENS)
-    needed = 2 * tokens * DEMO_SHAPE.kv_token_bytes
-    return f"lmdb://{folder / 'store'}?capacity={max(STORE_CAPACITY_BYTES, needed)}"
+    return max(STORE_CAPACITY_BYTES, 2 * tokens * DEMO_SHAPE.kv_token_bytes)
 
 
 def _remove_values(store: str, cache_prefix: str) -> None:

@@ -35,7 +35,7 @@ Emit = Callable[[str, dict[str, object]], None]
 
 def main() -> None:
     """Run the job on standard input."""
-    emit = _emitter(_take_over_stdout())
+    emit = _emitter(take_over_stdout())
     job = EngineJob(**json.load(sys.stdin))
     taps = tap_open_store(corrupt=os.environ.get(CORRUPT_VARIABLE) == "1")
     run_job(job, emit)
@@ -109,7 +109,7 @@ class _Engine:
         return sum(int(m.value) for m in self._llm.get_metrics() if m.name == name)
 
 
-def _take_over_stdout() -> TextIO:
+def take_over_stdout() -> TextIO:
     """Return the real standard output, and send what others print to standard error."""
     events = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

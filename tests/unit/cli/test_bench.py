@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+import re
+import sys
+from types import ModuleType, SimpleNamespace
+from xml.etree import ElementTree
+
+import pytest
+from typer.testing import CliRunner
+
+from kvxfer.cli import bench, bench_cases
+from kvxfer.cli.app import app
+from kvxfer.cli.bench_cases import OURS, BenchSizes, Measured, measure_all
+
+SMALL = BenchSizes(
+    rounds=1,
+    num_layers=2,
+    fragment_bytes=1024,
+    num_blocks=4,
+    num_values=2,
+    value_bytes=1 << 20,
+    prompt_tokens=4096,
+)
+FOUND = [
+    Measured("gather <blocks>", "GB/s", True, {OURS: 4.0, "one memcpy": 2.0}),
+    Measured("lookup", "ms", False, {OURS: 0.5}),
+]
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    monkeypatch.setattr(bench, "measure_all", lambda sizes: iter(FOUND))
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["bench", *arguments], env={"COLUMNS": "120"})
+
+
+def test_every_case_is_measured_with_its_rivals():
+    found = list(measure_all(SMALL))
+    assert len({each.title for each in found}) == len(found) == 7
+    assert all(median > 0 for each in found for median in each.medians.values())
+    gather = found[0]
+    assert set(gather.medians) == {OURS, "NumPy", "one memcpy"}
+    assert gather.more_is_better
+    assert not found[-1].more_is_better
+
+
+def test_medians_leave_the_warm_up_out_and_take_turns(monkeypatch):
+    clock = iter([0, 9, 9, 18, 18, 19, 19, 21, 21, 24, 24, 26])
+    monkeypatch.setattr(bench_cases.time, "perf_counter", lambda: next(clock))
+    order = []
+    runs = {name: (lambda name=name: order.append(name)) for name in "ab"}
+    assert bench_cases._medians(runs, rounds=2) == {"a": 2.0, "b": 2.0}
+    assert order == list("ababab")
+
+
+def test_bench_shows_a_table_with_bars(measured):
+    shown = run().stdout
+    assert re.search(r"gather <blocks> +│ kvxfer +│ █{24} +│ +4 GB/s", shown)
+    assert re.search(r"one memcpy +│ █{12} +│ +2 GB/s", shown)
+
+
+def test_bench_prints_json(measured):
+    found = json.loads(run("--json").stdout)
+    assert [each["title"] for each in found["results"]] == ["gather <blocks>", "lookup"]
+    assert "CPUs" in found["machine"]
+
+
+def test_bench_writes_a_page_that_fetches_nothing(measured, tmp_path):
+    path = tmp_path / "bench.html"
+    assert run("--plot", str(path)).exit_code == 0
+    text = path.read_text()
+    assert "gather &lt;blocks&gt;" in text
+    assert "http" not in text
+    charts = [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", text)]
+    assert [len(chart.findall("rect")) for chart in charts] == [2, 1]
+    widths = [int(rect.get("width")) for rect in charts[0].findall("rect")]
+    assert widths[0] == 2 * widths[1]
+
+
+def test_bench_draws_a_png_with_matplotlib(measured, monkeypatch, tmp_path):
+    saved = []
+    axis = SimpleNamespace(**dict.fromkeys(("barh", "set_title", "invert_yaxis"), _nothing))
+    figure = SimpleNamespace(tight_layout=_nothing, savefig=lambda path, dpi: saved.append(path))
+
+    class Column:
+        def __getitem__(self, idx):
+            return [axis] * len(FOUND)
+
+    axes = Column()
+    library = ModuleType("matplotlib")
+    library.use = _nothing
+    library.pyplot = SimpleNamespace(subplots=lambda *a, **k: (figure, axes), close=_nothing)
+    monkeypatch.setitem(sys.modules, "matplotlib", library)
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", library.pyplot)
+    path = tmp_path / "bench.png"
+    assert run("--plot", str(path)).exit_code == 0
+    assert saved == [path]
+
+
+def _nothing(*arguments, **options):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("bench.svg", ".html or .png"), ("no/bench.html", "no such folder")]
+)
+def test_bench_refuses_a_picture_before_it_measures(monkeypatch, tmp_path, name, words):
+    monkeypatch.setattr(bench, "measure_all", pytest.fail)
+    result = run("--plot", str(tmp_path / name))
+    assert (result.exit_code, words in result.stderr) == (1, True)
+
+
+def test_bench_without_matplotlib_names_it(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = run("--plot", str(tmp_path / "bench.png"))
+    assert (result.exit_code, "pip install matplotlib" in result.stderr) == (1, True)
