@@ -271,8 +271,29 @@ LATENT = Family(
 reference, and cold and warm go through different kernels in bfloat16."""
 
 
-def write_family(folder, family, seed=0):
-    """Write the checkpoint of a family into ``folder`` and return the folder."""
+FULL = Family(
+    {
+        **COMMON,
+        **ROPE,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": 4,
+        "head_dim": 32,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+    }
+)
+"""Full attention alone, with two KV heads."""
+
+
+def write_family(folder, family, seed=0, *, exact_sums=False):
+    """Write the checkpoint of a family into ``folder`` and return the folder.
+
+    ``exact_sums``: each output of a matrix reads one input. Whatever the order of a sum, and the
+    number of ranks that share it, it adds zeros to one product: no rounding tells ranks apart.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -282,7 +303,9 @@ def write_family(folder, family, seed=0):
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(_weights(name, parameter, random))
+            one_entry = exact_sums and ("_proj" in name or name == "lm_head.weight")
+            weights = _one_entry_a_row if one_entry else _weights
+            parameter.copy_(weights(name, parameter, random))
     model.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(family.config))
     return folder
@@ -305,3 +328,13 @@ def _weights(name, parameter, random):
     if name.endswith("bias"):
         return torch.randn(parameter.shape, generator=random) * 0.02
     return parameter
+
+
+def _one_entry_a_row(_name, parameter, random):
+    """Return a matrix that picks an input for each output; outputs keep the size of inputs."""
+    import torch
+
+    rows, columns = parameter.shape
+    picked = torch.randint(columns, (rows, 1), generator=random)
+    entries = torch.randn((rows, 1), generator=random) * 1.2
+    return torch.zeros_like(parameter).scatter_(1, picked, entries)

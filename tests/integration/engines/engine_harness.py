@@ -52,6 +52,8 @@ class EngineSettings:
     besides: tuple[tuple[str, object], ...] = ()
     """Further arguments of ``vllm.LLM``, which replace the common ones; pairs stand for a dict."""
     num_blocks: int | None = None
+    environment: tuple[tuple[str, str], ...] = ()
+    """Further variables of the engine's environment."""
     core_process: bool = False
     """Whether vLLM's core steps itself in a process of its own, as under ``vllm serve``; else it
     is stepped by calls, so that tests decide what happens between two steps."""
@@ -146,6 +148,7 @@ class Engine:
         if num_ranks > 1:
             threads = [str(i % (os.cpu_count() or 1)) for i in range(num_ranks)]
             environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(threads)
+        environment.update(settings.environment)
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, str(HERE / "engine_runner.py")],
@@ -184,6 +187,10 @@ class Engine:
     def counters(self):
         """Return what vLLM has counted since the start (tokens, preemptions), by name."""
         return self._call("counters")
+
+    def scrape(self):
+        """Return what a Prometheus server would scrape now, as text."""
+        return self._call("scrape")
 
     def step_until_load_is_held(self):
         """Step until a load waits in the store (tamper mode ``HOLD``)."""

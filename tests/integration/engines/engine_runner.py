@@ -105,6 +105,13 @@ class Runner:
         """End the engine; its connector's shutdown waits for the saves."""
         self._engine.engine_core.shutdown()
 
+    def scrape(self):
+        """Return the exposition of vLLM's registry, as its server gives it."""
+        from prometheus_client import generate_latest
+        from vllm.v1.metrics.prometheus import get_prometheus_registry
+
+        return generate_latest(get_prometheus_registry()).decode()
+
     def counters(self):
         """Return what vLLM has counted since the start, by name."""
         metrics = self._llm.get_metrics()
