@@ -15,9 +15,11 @@ import json
 import os
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 from Cython.Build import cythonize
@@ -75,12 +77,28 @@ class BuildExtensions(build_ext):
     """Builds the native modules, then the CUDA kernels where that is possible."""
 
     def run(self):
+        if self.extensions:
+            require_compiler()
         super().run()
-        if not CHOSEN or "block_copy" in CHOSEN:
-            if not DEBUG and not SANITIZE:
-                build_kernels()
-            if not self.inplace:
-                package_kernels(Path(self.build_lib) / PACKAGE_KERNELS)
+        if (not CHOSEN or "block_copy" in CHOSEN) and not DEBUG and not SANITIZE:
+            build_kernels()
+        if not self.inplace:
+            package_kernels(Path(self.build_lib) / PACKAGE_KERNELS)
+
+
+def require_compiler():
+    """End the build where its C compiler or Python's headers are missing: say what to install."""
+    compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")[0]
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    missing = [] if shutil.which(compiler) else [f"a C compiler ({compiler} is not on the PATH)"]
+    missing += [] if header.exists() else [f"Python's headers ({header})"]
+    if missing:
+        raise SystemExit(
+            f"kvxfer is built from source here, which needs {' and '.join(missing)}.\n"
+            "Debian, Ubuntu: apt-get install gcc libc6-dev python3-dev; "
+            "Fedora, RHEL: dnf install gcc python3-devel; CC names another compiler.\n"
+            "A wheel needs neither: pip install --only-binary=kvxfer kvxfer"
+        )
 
 
 def build_kernels():
@@ -121,7 +139,8 @@ def nvcc_command(nvcc, codes):
 
 def package_kernels(target):
     """Put the kernels' sources, and their binary where there is one, into a package."""
-    target.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(target, ignore_errors=True)  # a binary of an earlier build may be stale
+    target.mkdir(parents=True)
     paths = [CSRC / name for name in sources_module["SOURCE_NAMES"]]
     paths += [KERNELS / sources_module[name] for name in ("BINARY_NAME", "RECORD_NAME")]
     for path in paths:

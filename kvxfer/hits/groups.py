@@ -60,8 +60,8 @@ class CacheGroup:
 
     ``block_tokens`` is the block as the block table counts it, ranks of context parallelism
     included. ``window_tokens`` belongs to sliding windows, ``chunk_tokens`` to chunked local
-    attention. ``retained_tokens`` are held below the window by the core so that late saves find
-    their blocks; they are never attended, so no hit waits for them. ``eagle`` marks the group of
+    attention. ``retained_tokens``, below the window, are those of drafters that prefill the end of
+    a hit again: the core allocates their blocks, so a hit has them too. ``eagle`` marks the group of
     a drafter's layers. A group that is not ``cacheable`` is skipped: its masks are empty. Groups
     of equal ``spec_id`` (vLLM's specs compare equal) are searched as one; None equals nothing.
     ``manager`` serves kind ``"other"`` alone.
@@ -88,6 +88,11 @@ class CacheGroup:
         self._check_belongs("chunk_tokens", self.chunk_tokens, "chunked_local")
         if self.kind == "other" and self.cacheable and self.manager is None:
             raise ConfigError("a cache group of kind 'other' needs the manager that searches it")
+
+    @property
+    def covered_tokens(self) -> int | None:
+        """Tokens before a hit's end that a sliding window has to hold."""
+        return None if self.window_tokens is None else self.window_tokens + self.retained_tokens
 
     def _check_belongs(self, name: str, value: int | None, kind: str) -> None:
         if self.kind == kind and (value is None or value < 1):
@@ -153,4 +158,4 @@ def _check_mergeable(first_idx: int, first: CacheGroup, idx: int, group: CacheGr
 
 
 def _searched_alike(group: CacheGroup) -> tuple[object, ...]:
-    return (group.kind, group.block_tokens, group.window_tokens, group.chunk_tokens)
+    return (group.kind, group.block_tokens, group.covered_tokens, group.chunk_tokens)

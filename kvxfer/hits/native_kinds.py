@@ -67,8 +67,8 @@ class _SlidingWindowSearch(KindSearch):
 
     def __init__(self, merged: MergedGroup, hash_tokens: int, align_tokens: int) -> None:
         super().__init__(merged, hash_tokens, align_tokens)
-        assert merged.group.window_tokens is not None
-        self.window_tokens = merged.group.window_tokens
+        assert merged.group.covered_tokens is not None
+        self.window_tokens = merged.group.covered_tokens
         self.window_blocks = -(-(self.window_tokens - 1) // self.block_tokens)
         self._peek = 1 if merged.eagle else 0
         self._step = max(1, align_tokens // self.block_tokens)

@@ -49,7 +49,7 @@ def cache_group_from_spec(spec: KVCacheSpec, *, eagle: bool) -> CacheGroup:
 
     ``UnsupportedError`` where no manager is registered, or one that cannot cache by prefix.
     """
-    layer_spec = _searched_spec(spec)
+    layer_spec = _layer_spec(spec)
     manager_cls = KVCacheSpecRegistry.get_manager_class(layer_spec)
     if manager_cls is None or isinstance(layer_spec, CrossAttentionSpec):
         raise UnsupportedError(
@@ -60,10 +60,11 @@ def cache_group_from_spec(spec: KVCacheSpec, *, eagle: bool) -> CacheGroup:
         kind,
         layer_spec.block_size,
         window_tokens=layer_spec.sliding_window if kind == "sliding_window" else None,
+        retained_tokens=layer_spec.extra_retained_tokens if kind == "sliding_window" else 0,
         chunk_tokens=layer_spec.attention_chunk_size if kind == "chunked_local" else None,
         eagle=eagle,
         cacheable=spec.prefix_cacheable,
-        spec_id=layer_spec,
+        spec_id=_covered_spec(layer_spec),
         manager=RegisteredManager(layer_spec, manager_cls) if kind == "other" else None,
     )
 
@@ -75,13 +76,13 @@ def layer_specs(spec: KVCacheSpec) -> list[KVCacheSpec]:
     return [spec]
 
 
-def _searched_spec(spec: KVCacheSpec) -> KVCacheSpec:
-    """Return the spec that is searched: that of the first layer where layers are listed.
+def _layer_spec(spec: KVCacheSpec) -> KVCacheSpec:
+    """Return the spec that is searched: that of the first layer where layers are listed."""
+    return spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
-    Drafters of several modules prefill the last tokens of a hit again, so the core allocates blocks
-    below the window for them. What is allocated has to be loaded: the window counts as wider.
-    """
-    layer_spec = spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+def _covered_spec(layer_spec: KVCacheSpec) -> KVCacheSpec:
+    """Return the spec with the window as wide as what a hit has to hold (``retained_tokens``)."""
     if not isinstance(layer_spec, SlidingWindowSpec) or not layer_spec.extra_retained_tokens:
         return layer_spec
     covered_tokens = layer_spec.sliding_window + layer_spec.extra_retained_tokens

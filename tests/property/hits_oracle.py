@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import numpy as np
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store import coordinator as in_tree
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.coordinator import (
     ExternalCachedBlockPool,
     MooncakeStoreCoordinator,
@@ -17,7 +18,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.coordinator imp
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import (
     MooncakeStoreWorker,
 )
-from vllm.v1.core.kv_cache_coordinator import get_kv_cache_coordinator, replay_boundaries
+from vllm.v1.core import kv_cache_coordinator
+from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator, get_kv_cache_coordinator
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id, resolve_dcp_kv_cache_spec
 from vllm.v1.core.single_type_kv_cache_manager import (
     FullAttentionManager,
@@ -43,6 +45,11 @@ KVCacheSpecRegistry._ensure_registered()  # built-in specs first, or a plugin's 
 
 from kvxfer.hits import CacheGroup, Coordinator
 from kvxfer.vllm_specs.groups import cache_group_from_spec
+
+BEFORE_0_32 = not hasattr(kv_cache_coordinator, "replay_boundaries")
+"""Then a search with EAGLE reads no chunk past the length asked for; kvxfer's always may."""
+BEFORE_0_33 = not hasattr(in_tree, "_coverage_spec")
+"""Then the in-tree connector leaves out blocks below a window that the core allocates."""
 
 HEADS = {"num_kv_heads": 1, "dtype": torch.float16}
 
@@ -115,6 +122,14 @@ def make_spec(kind: str, block_tokens: int, reach: int, head_size: int) -> KVCac
     raise ValueError(kind)
 
 
+def covered(spec: KVCacheSpec) -> KVCacheSpec:
+    """Return a spec whose window is as wide as what the core allocates below a hit."""
+    extra_tokens = getattr(spec, "extra_retained_tokens", 0)
+    if not extra_tokens:
+        return spec
+    return replace(spec, sliding_window=spec.sliding_window + extra_tokens, extra_retained_tokens=0)
+
+
 def layer_spec(spec: KVCacheSpec) -> KVCacheSpec:
     return spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
@@ -134,6 +149,11 @@ class Setup:
     @property
     def align_tokens(self) -> int:
         return self.hash_tokens if self.partial_hits else self.block_tokens
+
+    @property
+    def flags_cacheable(self) -> bool:
+        """Whether a group is flagged for EAGLE that counts for the store."""
+        return any(self.specs[idx].prefix_cacheable for idx in self.eagle_groups)
 
     @property
     def num_distinct(self) -> int:
@@ -167,14 +187,17 @@ class Setup:
         ]
 
     def store_coordinator(self) -> MooncakeStoreCoordinator:
-        return MooncakeStoreCoordinator(
-            self.group_specs(),
+        told = replace(self, specs=tuple(map(covered, self.specs))) if BEFORE_0_33 else self
+        coordinator = MooncakeStoreCoordinator(
+            told.group_specs(),
             self.block_tokens,
             self.hash_tokens,
             use_eagle=self.use_eagle,
             retention_interval=self.retention_tokens,
-            enable_partial_hash_hits=self.partial_hits,
         )
+        # Like the argument of this name, which 0.31 does not have: it works the answer out itself.
+        coordinator.enable_partial_hash_hits = self.partial_hits
+        return coordinator
 
 
 def block_hashes(num_hashes: int) -> list[bytes]:
@@ -238,6 +261,18 @@ class StoreOracle:
         return [(tail.group_id, tail.num_tokens) for tail in tails]
 
 
+def replay_boundaries(
+    prompt_tokens: int, block_tokens: int, eagle_groups: Collection[int]
+) -> tuple[int, ...]:
+    """Return where a repeat of a prompt can resume, as vLLM has it."""
+    if not BEFORE_0_32:
+        function = kv_cache_coordinator.replay_boundaries
+        return function(prompt_tokens, block_tokens, use_eagle=bool(eagle_groups))
+    core = SimpleNamespace(eagle_group_ids=eagle_groups, scheduler_block_size=block_tokens)
+    request = SimpleNamespace(num_prompt_tokens=prompt_tokens)
+    return KVCacheCoordinator.get_replay_boundaries(core, request)
+
+
 def _exists(hashes, stored) -> set[tuple[int, bytes]]:
     return {(group, hashes[idx]) for group, row in enumerate(stored) for idx in np.flatnonzero(row)}
 
@@ -247,16 +282,14 @@ def local_save_mask(
 ) -> list[list[bool]]:
     """Return what vLLM's local prefix cache retains of each group, recurrent states apart."""
     store = setup.store_coordinator()
-    boundaries = replay_boundaries(
-        prompt_tokens, setup.block_tokens, use_eagle=bool(store.eagle_group_ids)
-    )
+    boundaries = replay_boundaries(prompt_tokens, setup.block_tokens, store.eagle_group_ids)
     end_tokens = num_tokens // setup.align_tokens * setup.align_tokens
     masks = []
     for group, spec in enumerate(setup.specs):
         if not spec.prefix_cacheable:
             masks.append([])
             continue
-        searched = layer_spec(spec)
+        searched = layer_spec(covered(spec))
         end = end_tokens // spec.block_size
         start = min(end, start_token // spec.block_size)
         if isinstance(searched, MambaSpec):
@@ -290,7 +323,7 @@ def core_hit(
     Real coordinator, real managers, real block pool; the stored chunks are its cached blocks. With
     ``dcp_size`` ranks the specs are those of one rank, and the core scales their blocks itself.
     """
-    unwrapped = replace(setup, specs=tuple(map(layer_spec, setup.specs)))
+    unwrapped = replace(setup, specs=tuple(covered(layer_spec(spec)) for spec in setup.specs))
     num_blocks = 1 + sum(int(row.sum()) for row in stored)
     coordinator = get_kv_cache_coordinator(
         KVCacheConfig(

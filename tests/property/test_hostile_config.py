@@ -42,7 +42,7 @@ def assert_usable(config):
         assert value in kinds or type(value) in kinds, name
         if type(value) in (int, float):
             assert 0 < value <= 2**47, name
-        if name.endswith("_s"):
+        if name.endswith("_s") and not name.endswith("_per_s"):
             assert value <= LONGEST_S, name
     prefix = key_prefix(config.cache_prefix, config.model_id or "m", "d" * 32, "g" * 16, 0, None)
     assert len(prefix) < 300

@@ -45,11 +45,12 @@ def test_window_covers_what_the_core_allocates(kind, window_tokens, extra_tokens
 def test_windows_of_listed_layers_are_as_wide():
     spec = SlidingWindowSpec(**SIZES, sliding_window=64, extra_retained_tokens=3)
     listed = UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs={"a": spec, "b": spec})
-    assert cache_group_from_spec(listed, eagle=False).window_tokens == 67
+    assert cache_group_from_spec(listed, eagle=False).covered_tokens == 67
 
 
 def test_groups_of_the_same_width_are_searched_as_one():
     wide = SlidingWindowSpec(**SIZES, sliding_window=67)
     widened = SlidingWindowSpec(**SIZES, sliding_window=64, extra_retained_tokens=3)
     groups = [cache_group_from_spec(spec, eagle=False) for spec in (wide, widened)]
-    assert groups[0] == groups[1]
+    assert groups[0].spec_id == groups[1].spec_id
+    assert groups[0].covered_tokens == groups[1].covered_tokens == 67

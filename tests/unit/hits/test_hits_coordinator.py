@@ -161,11 +161,11 @@ def test_tail_boundaries_leave_out_groups_that_load_no_tail():
     assert answer.tail_boundaries == [(0, 64)]
 
 
-def test_retained_tokens_change_no_hit():
-    for retained in (0, 64):
-        groups = [FA16, window(retained_tokens=retained)]
-        answer, _ = look_up(Coordinator(groups, 16, 16), 97, [all_of(FA16, 97), (80, 96)])
-        assert answer.hit_length == 96
+@pytest.mark.parametrize(("retained", "hit"), [(0, 96), (16, 0)])
+def test_hit_holds_what_is_retained_below_the_window_too(retained, hit):
+    groups = [FA16, window(retained_tokens=retained)]
+    answer, _ = look_up(Coordinator(groups, 16, 16), 97, [all_of(FA16, 97), (80, 96)])
+    assert answer.hit_length == hit
 
 
 @pytest.mark.parametrize(
