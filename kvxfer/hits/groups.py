@@ -61,9 +61,9 @@ class CacheGroup:
     ``block_tokens`` is the block as the block table counts it, ranks of context parallelism
     included. ``window_tokens`` belongs to sliding windows, ``chunk_tokens`` to chunked local
     attention. ``retained_tokens``, below the window, are those of drafters that prefill the end of
-    a hit again: the core allocates their blocks, so a hit has them too. ``eagle`` marks the group of
-    a drafter's layers. A group that is not ``cacheable`` is skipped: its masks are empty. Groups
-    of equal ``spec_id`` (vLLM's specs compare equal) are searched as one; None equals nothing.
+    a hit again: the core allocates their blocks, so a hit has them too. ``eagle`` marks the group
+    of a drafter's layers. A group that is not ``cacheable`` is skipped: its masks are empty.
+    Groups of equal ``spec_id`` (vLLM's specs compare equal) are searched as one; None equals none.
     ``manager`` serves kind ``"other"`` alone.
     """
 
