@@ -16,6 +16,8 @@ from kvxfer.transfer.specs import Chunks
 
 VALUE_ALIGN = 64
 """Bytes; one cache line, so that streaming stores of neighbours never share one."""
+PAGE_BYTES = 4096
+"""Where every value of a job is as large, values begin on pages: whole ones on any transport."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,8 @@ class Pieces:
 
     def batches(self, slot_bytes: int) -> Iterator[Batch]:
         """Cut into runs that fit ``slot_bytes``; ValueError for a value that never fits."""
-        padded = -(-self.sizes // VALUE_ALIGN) * VALUE_ALIGN
+        align = PAGE_BYTES if len(self) and self.sizes.min() >= PAGE_BYTES else VALUE_ALIGN
+        padded = -(-self.sizes // align) * align
         if len(padded) and int(padded.max()) > slot_bytes:
             raise ValueError(f"a value has {int(padded.max())} bytes, a staging slot {slot_bytes}")
         ends = np.cumsum(padded)

@@ -17,6 +17,7 @@ pytest.importorskip("vllm")
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 
+import tamper_modes
 from engine_checks import WatchedStore, assert_loads_matter, compute_again, compute_cold
 from engine_harness import EngineSettings
 from engine_models import BLOCK_TOKENS, Prompts, write_tiny_llama
@@ -27,6 +28,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 NUM_BLOCKS = 8
 GENERATE_S = 30
+SEGMENT_BYTES = 128 * MIB
 
 
 class Site:
@@ -46,6 +48,15 @@ class Site:
     def draw(self):
         return [self._prompts.draw(NUM_BLOCKS // 2 * BLOCK_TOKENS + 1) for _ in range(2)]
 
+    def shares(self):
+        """Return whether one engine loads a new prompt of the other."""
+        fresh = self.draw()
+        cold = self.producer.generate(fresh)
+        self.store.settle()
+        warm = self.consumer.generate(fresh)
+        assert warm.outputs == cold.outputs
+        return warm.external_hits == NUM_BLOCKS * BLOCK_TOKENS
+
     def close(self):
         self._engines.kill_all()
         self.store.close()
@@ -55,7 +66,7 @@ class Site:
 def site(tmp_path_factory):
     require_client()
     folder = tmp_path_factory.mktemp("mooncake-engines")
-    with servers(folder, 128 * MIB, lease_ms=5000) as pool:
+    with servers(folder, SEGMENT_BYTES, lease_ms=5000) as pool:
         site = Site(folder, pool)
         yield site
         site.close()
@@ -81,17 +92,28 @@ def test_engines_go_on_without_a_master_and_share_again_when_it_is_back(site):
     assert time.monotonic() - began < GENERATE_S
     site.pool.master.start()
 
-    def shared():
-        """Save a new prompt in one engine and look whether the other one loads it."""
-        fresh = site.draw()
-        cold = site.producer.generate(fresh)
-        site.store.settle()
-        warm = site.consumer.generate(fresh)
-        assert warm.outputs == cold.outputs
-        return warm.external_hits == NUM_BLOCKS * BLOCK_TOKENS
-
-    wait_until(shared, 60)
+    wait_until(site.shares, 60)
     assert compute_again(site.consumer, batch).outputs == without.outputs
+
+
+@pytest.mark.parametrize("victim", ["master", "owner"])
+def test_request_is_right_whose_load_is_under_way_when_a_server_dies(site, victim):
+    batch = site.draw()
+    cold = compute_cold(site.producer, site.store, batch)
+    site.consumer.reset_local_cache()
+    with site.consumer.tamper(tamper_modes.HOLD):
+        names = [site.consumer.submit(prompt) for prompt in batch]
+        site.consumer.step_until_load_is_held()
+        {"master": site.pool.master, "owner": site.pool.owners[-1]}[victim].kill()
+        saving = site.producer.generate(site.draw())  # whose save meets the same
+    done = site.consumer.step_for(GENERATE_S)
+    assert [done[name] for name in names] == cold.outputs
+    assert saving.external_hits == 0
+    if victim == "master":
+        site.pool.master.start()
+    else:
+        site.pool.add_owner(SEGMENT_BYTES)
+    wait_until(site.shares, 60)
 
 
 def test_values_outlive_a_killed_producer_but_not_the_owner_of_their_segment(site):
@@ -101,7 +123,7 @@ def test_values_outlive_a_killed_producer_but_not_the_owner_of_their_segment(sit
     warm = site.consumer.generate(batch)
     assert warm.external_hits == NUM_BLOCKS * BLOCK_TOKENS
     assert warm.outputs == cold.outputs
-    site.pool.owners[0].kill()
+    site.pool.owners[-1].kill()
     began = time.monotonic()
     recomputed = compute_again(site.consumer, batch)  # the master still says that they are there
     assert time.monotonic() - began < GENERATE_S

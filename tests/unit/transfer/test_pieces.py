@@ -99,6 +99,15 @@ def test_batches_are_the_longest_that_fit(sizes, slot_bytes):
         assert batch.stop == len(sizes) or starts[-1] + padded[batch.stop] > slot_bytes
 
 
+def test_values_of_a_page_and_more_begin_on_pages_where_all_are_so_large():
+    (batch,) = pieces_of_sizes([4096, 5000, 9000]).batches(1 << 20)
+    assert batch.offsets.tolist() == [0, 4096, 12288]
+    assert batch.num_bytes == 24576
+    (batch,) = pieces_of_sizes([4095, 5000]).batches(1 << 20)
+    assert batch.offsets.tolist() == [0, 4096]
+    assert batch.num_bytes == 4096 + 5056
+
+
 def test_batches_refuse_a_value_that_never_fits():
     with pytest.raises(ValueError, match="a value has 576 bytes, a staging slot 512"):
         list(pieces_of_sizes([64, 513]).batches(512))
