@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 DATA_NAME = "data.mdb"
 LOCK_NAME = "lock.mdb"
+READER_BYTES = 64
+"""Of LMDB's lock file, for each read transaction."""
 DAMAGE_NAME = "damaged"
 """Left by a process that met damage while others may have had the store open."""
 
@@ -69,6 +71,20 @@ def make_data(folder: Path, file_bytes: int) -> None:
             _make_data(folder, file_bytes)
         except OSError as second:
             raise _no_room(folder, file_bytes, second) from second
+
+
+def allocate_lock(folder: Path, most_readers: int) -> None:
+    """Make LMDB's lock file, or what it lacks, of real blocks; OSError where there are none.
+
+    LMDB maps it, and would make it with holes: to write into one is a SIGBUS on a full disk. Its
+    own size is a little more, within the last block, and as much as ``most_readers`` need: a
+    larger file would let in more of them.
+    """
+    fd = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        allocate(fd, 0, READER_BYTES * (most_readers + 1))
+    finally:
+        os.close(fd)
 
 
 def grow_data(folder: Path, old_bytes: int, new_bytes: int) -> bool:
@@ -138,8 +154,14 @@ def _make_data(folder: Path, file_bytes: int) -> None:
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(mode=0o700)
     try:
-        max_dbs = len(lmdb_check.DATABASES)
-        env = lmdb.open(os.fspath(new), map_size=1 << 20, mode=0o600, max_dbs=max_dbs)
+        allocate_lock(new, 1)
+        env = lmdb.open(
+            os.fspath(new),
+            map_size=1 << 20,
+            mode=0o600,
+            max_readers=1,
+            max_dbs=len(lmdb_check.DATABASES),
+        )
         for name in lmdb_check.DATABASES:
             env.open_db(name)
         env.close()

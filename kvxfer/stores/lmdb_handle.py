@@ -20,7 +20,7 @@ import lmdb
 from kvxfer.errors import StoreError
 from kvxfer.stores.lmdb_calls import OPENING_DAMAGE_ERRORS, Call, note_damage
 from kvxfer.stores.lmdb_check import DATABASES
-from kvxfer.stores.lmdb_data import DATA_NAME
+from kvxfer.stores.lmdb_data import DATA_NAME, allocate_lock
 from kvxfer.stores.lmdb_files import StoreFolder
 from kvxfer.stores.lmdb_ledger import LIMIT_SHARE, Counters, Ledger, Tables
 from kvxfer.stores.lmdb_marker import Marker
@@ -32,7 +32,7 @@ from kvxfer.stores.lmdb_writer import Writer
 logger = logging.getLogger(__name__)
 
 MOST_READERS = 1024
-"""Read transactions at once, of all processes; a slot is 64 bytes of the lock file."""
+"""Read transactions at once, of all processes."""
 MOST_CHUNK_BYTES = 32 << 20
 """Of one write transaction, 3 to 10 ms; larger ones are no faster (bench_stores)."""
 CHUNKS_PER_LIMIT = 32
@@ -285,6 +285,7 @@ def _open_environment(folder: Path, marker: Marker) -> Any:
     1 MiB runs at 1.4 GB/s instead of 11 (bench_stores). ``max_spare_txns`` stays 0: a spare one
     would be shared with forked children.
     """
+    allocate_lock(folder, MOST_READERS)
     return lmdb.open(
         os.fspath(folder),
         map_size=marker.file_bytes,

@@ -318,17 +318,50 @@ def test_a_larger_capacity_grows_the_file_and_keeps_the_values(folder):
 def test_a_larger_capacity_on_a_full_disk_keeps_the_old_one(folder, monkeypatch, caplog):
     fill(folder)
 
-    def refuse(fd, start, length):
+    allocate = lmdb_data.allocate
+
+    def refuse_growth(fd, start, length):
+        if start == 0:  # the lock file
+            return allocate(fd, start, length)
         os.pwrite(fd, b"part", start + 4096)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(lmdb_data, "allocate", refuse)
+    monkeypatch.setattr(lmdb_data, "allocate", refuse_growth)
     store = open_in(folder, 2 * CAPACITY)
     assert store.exists(KEYS) == b"\1" * len(KEYS)
     assert store.stats().capacity_bytes == CAPACITY
     assert (folder / "data.mdb").stat().st_size == CAPACITY
     assert "keeps 2097152 bytes" in caplog.text
     store.close()
+
+
+def test_lock_file_has_no_holes_that_a_full_disk_could_not_fill(folder, monkeypatch):
+    made = []
+    open_environment = lmdb_data.lmdb.open
+
+    def note_lock(path, **options):
+        if options.get("lock", True):
+            lock = Path(path) / lmdb_data.LOCK_NAME
+            made.append(held_blocks(lock) >= lock.stat().st_size > 0)
+        return open_environment(path, **options)
+
+    monkeypatch.setattr(lmdb_data.lmdb, "open", note_lock)
+    store = open_in(folder)
+    assert made == [True, True]  # the file in the making, and the one in use
+    lock = folder / lmdb_data.LOCK_NAME
+    assert held_blocks(lock) >= lock.stat().st_size > 64 * 1024
+    store.close()
+
+
+def test_a_disk_without_room_for_the_lock_file_is_told(folder, monkeypatch):
+    fill(folder)
+
+    def refuse(fd, start, length):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(lmdb_data, "allocate", refuse)
+    with pytest.raises(StoreError, match=r"cannot be opened: .*No space left"):
+        open_in(folder)
 
 
 def test_a_smaller_capacity_lowers_the_limit_and_leaves_the_file(folder):
