@@ -175,7 +175,7 @@ MUTATIONS = (
         "kvxfer/scheduler/side.py",
         "self._events.reset(is_empty)",
         "pass",
-        ("tests/unit/scheduler", "tests/unit/observe"),
+        ("tests/integration/schedulers/test_sched_events.py",),
     ),
     Mutation(
         6,

@@ -86,4 +86,7 @@ def assert_loads_matter(engine, prompts, expected, mode=tamper_modes.CORRUPT, **
     engine.reset_local_cache()
     assert damaged.external_hits > 0
     for prompt, right, wrong in zip(prompts, expected.outputs, damaged.outputs, strict=True):
-        assert right != wrong, f"a damaged load left the outputs of {len(prompt)} tokens as is"
+        assert right != wrong, (
+            f"the outputs of {len(prompt)} tokens are as they were: nothing of the damaged load is "
+            "in them, or the load failed (engine.log says so) and its tokens were computed"
+        )

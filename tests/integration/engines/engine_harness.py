@@ -125,7 +125,12 @@ class Generation:
 
 
 class Engine:
-    """One engine process. Not thread-safe; different engines may be called at the same time."""
+    """One engine process. Not thread-safe; different engines may be called at the same time.
+
+    It has a process group, not a session, of its own: Linux 6.18 shares the cores out between
+    sessions (autogroup) and has kept whole sessions from running for 14 s while ranks of another
+    one waited for each other busily. Requests to Mooncake then timed out.
+    """
 
     def __init__(self, settings, folder):
         self.settings = settings
@@ -157,7 +162,7 @@ class Engine:
                 stderr=log,
                 text=True,
                 env=environment,
-                start_new_session=True,
+                process_group=0,  # in the session of the tests: see Engine
             )
         self._exchange(settings.arguments(), START_TIMEOUT_S)
 
