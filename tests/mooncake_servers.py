@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -101,13 +100,9 @@ class Master:
             )
         wait_until(lambda: accepts(self.port) and accepts(self.metrics_port))
 
-    def signal(self, number: int) -> None:
-        assert self.process is not None
-        self.process.send_signal(number)
-
     def kill(self) -> None:
         if self.process is not None:
-            self.signal(signal.SIGKILL)
+            self.process.kill()
             self.process.wait(START_S)
             self.process = None
 

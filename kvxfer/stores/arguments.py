@@ -31,8 +31,7 @@ def byte_views(
     buffers: Sequence[memoryview], name: str, num_keys: int, *, writable: bool
 ) -> list[memoryview]:
     """Return the buffers as one-dimensional byte views; ``ValueError`` names the first bad one."""
-    if len(buffers) != num_keys:
-        raise ValueError(f"{num_keys} keys, but {len(buffers)} {name}")
+    check_count(buffers, name, num_keys)
     if set(map(type, buffers)) == {memoryview}:
         kinds = set(map(_KIND, buffers))
         if kinds <= _WRITABLE_BYTES or (not writable and kinds <= _BYTES):
@@ -40,6 +39,12 @@ def byte_views(
     return [
         byte_view(buffer, f"{name}[{idx}]", writable=writable) for idx, buffer in enumerate(buffers)
     ]
+
+
+def check_count(buffers: Sequence[object], name: str, num_keys: int) -> None:
+    """Raise ``ValueError`` where there is not one buffer for each key."""
+    if len(buffers) != num_keys:
+        raise ValueError(f"{num_keys} keys, but {len(buffers)} {name}")
 
 
 def byte_view(buffer: memoryview, name: str, *, writable: bool) -> memoryview:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from kvxfer.errors import StoreError
-from kvxfer.stores.arguments import byte_view, byte_views, check_keys, check_prefix
+from kvxfer.stores.arguments import byte_view, check_keys, check_prefix
 from kvxfer.stores.base import Outcome, Store, StoreStats
 from kvxfer.stores.mooncake_check import check_reachable, check_round_trip, is_reachable
 from kvxfer.stores.mooncake_client import Client
@@ -100,14 +100,14 @@ class MooncakeStore(Store):
     def get_into(self, keys: Sequence[bytes], targets: Sequence[memoryview]) -> list[Outcome]:
         """Copy values into targets; what another thread is fetching already comes with its copy."""
         check_keys(keys)
-        views = byte_views(targets, "targets", len(keys), writable=True)
-        return self._move("get", self._transfers.get, keys, Buffers.of(views))
+        buffers = Buffers.of(targets, "targets", len(keys), writable=True)
+        return self._move("get", self._transfers.get, keys, buffers)
 
     def put_from(self, keys: Sequence[bytes], sources: Sequence[memoryview]) -> list[Outcome]:
         """Store copies of sources; asks which keys are there first: the client does not say."""
         check_keys(keys)
-        views = byte_views(sources, "sources", len(keys), writable=False)
-        return self._move("put", self._transfers.put, keys, Buffers.of(views))
+        buffers = Buffers.of(sources, "sources", len(keys), writable=False)
+        return self._move("put", self._transfers.put, keys, buffers)
 
     @property
     def transfer_mode(self) -> TransferMode:

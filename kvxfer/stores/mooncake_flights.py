@@ -52,6 +52,8 @@ class Flight:
     @property
     def not_landed(self) -> list[int]:
         """The rows that are led and have not landed."""
+        if None not in self.outcomes:
+            return []
         return [row for row in self.led if self.outcomes[row] is None]
 
     def land(self, rows: Sequence[int], outcomes: Sequence[Outcome]) -> None:

@@ -18,12 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.errors import StoreError
+from kvxfer.stores.arguments import byte_views, check_count
 from kvxfer.stores.mooncake_codes import name_of
 from kvxfer.stores.parts import Parts
 
 NUM_SLOTS = 4
 """Calls that bounce at once; more wait for a slot."""
 SLOT_BYTES = 4 << 20
+_NUM_BYTES = operator.attrgetter("nbytes")
 
 
 class Registrar(Protocol):
@@ -63,13 +65,19 @@ class Buffers:
     owners: Sequence[object]
 
     @classmethod
-    def of(cls, views: Sequence[memoryview]) -> Buffers:
-        """Return where one-dimensional byte views lie; see ``Buffer.of``."""
+    def of(
+        cls, buffers: Sequence[memoryview], name: str, num_keys: int, *, writable: bool
+    ) -> Buffers:
+        """Return where buffers lie, one for each key; errors and ``name`` as of ``byte_views``."""
         try:
-            ptrs = list(map(ctypes.addressof, map(ctypes.c_char.from_buffer, views)))
-        except (TypeError, ValueError):  # read-only, or empty
-            ptrs = [Buffer.of(view).ptr for view in views]
-        return cls(ptrs, [view.nbytes for view in views], views)
+            ptrs = list(map(ctypes.addressof, map(ctypes.c_char.from_buffer, buffers)))
+            sizes = list(map(_NUM_BYTES, buffers))
+        except (TypeError, ValueError, AttributeError):  # read-only, empty, or none at all
+            buffers = byte_views(buffers, name, num_keys, writable=writable)
+            ptrs = [Buffer.of(view).ptr for view in buffers]
+            sizes = list(map(_NUM_BYTES, buffers))
+        check_count(buffers, name, num_keys)
+        return cls(ptrs, sizes, buffers)
 
     @property
     def shapes(self) -> Sequence[int]:
@@ -162,6 +170,10 @@ class Memory:
         """Raise ``ValueError`` for the first bytes that do not lie in one registered region."""
         with self._lock:
             bounds = [(region.ptr, region.ptr + region.num_bytes) for region in self._regions]
+        if len(ptrs):
+            lowest, highest = int(ptrs.min()), int((ptrs + sizes).max())
+            if any(start <= lowest and highest <= stop for start, stop in bounds):
+                return
         starts, stops = np.array([(0, 0), *bounds], np.int64).T
         at = starts.searchsorted(ptrs, side="right") - 1
         outside = np.flatnonzero((at < 1) | (ptrs + sizes > stops[at]))

@@ -48,19 +48,17 @@ class Parts:
                 f"parts have {len(self.ptrs)} addresses and {len(self.sizes)} sizes, their counts "
                 f"say {int(self.counts.sum())}"
             )
-        wrong = np.flatnonzero((self.counts < 1) | (self.counts > most_parts))
-        if len(wrong):
-            raise ValueError(
-                f"value {wrong[0]} has {self.counts[wrong[0]]} parts, not 1 to {most_parts}"
-            )
-        empty = np.flatnonzero(self.sizes < 1)
-        if len(empty):
-            raise ValueError(f"part {empty[0]} has {self.sizes[empty[0]]} bytes")
+        if num_keys and not 1 <= self.counts.min() <= self.counts.max() <= most_parts:
+            wrong = np.flatnonzero((self.counts < 1) | (self.counts > most_parts))[0]
+            raise ValueError(f"value {wrong} has {self.counts[wrong]} parts, not 1 to {most_parts}")
+        if num_keys and self.sizes.min() < 1:
+            empty = np.flatnonzero(self.sizes < 1)[0]
+            raise ValueError(f"part {empty} has {self.sizes[empty]} bytes")
 
     def value_bytes(self) -> NDArray[np.int64]:
         """Return (n,) the bytes of each value."""
-        if not len(self.counts):
-            return np.zeros(0, np.int64)
+        if len(self.counts) == len(self.sizes):  # one part each, or none at all
+            return self.sizes
         return np.add.reduceat(self.sizes, np.cumsum(self.counts) - self.counts, dtype=np.int64)
 
     def by_value(self) -> tuple[list[list[int]], list[tuple[int, ...]]]:
@@ -68,7 +66,10 @@ class Parts:
         num_values = len(self.counts)
         if num_values and (self.counts == self.counts[0]).all():
             ptrs = self.ptrs.reshape(num_values, -1).tolist()
-            return ptrs, list(map(tuple, self.sizes.reshape(num_values, -1).tolist()))
+            sizes = self.sizes.reshape(num_values, -1)
+            if (sizes == sizes[0]).all():  # as those of one cache group are
+                return ptrs, [tuple(sizes[0].tolist())] * num_values
+            return ptrs, list(map(tuple, sizes.tolist()))
         bounds = [slice(*ends) for ends in pairwise(accumulate(self.counts.tolist(), initial=0))]
         all_ptrs, all_sizes = self.ptrs.tolist(), tuple(self.sizes.tolist())
         return [all_ptrs[bound] for bound in bounds], [all_sizes[bound] for bound in bounds]

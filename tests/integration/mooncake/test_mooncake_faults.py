@@ -7,6 +7,7 @@ that are called OK are the right ones.
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -192,12 +193,13 @@ def test_a_process_that_hangs_fails_calls_in_time(start, open_on, which):
     store = open_on(pool)
     keys = keys_of("hang", 4)
     assert set(put(store, keys)) == {Outcome.OK}
-    stop = pool.master.signal if which == "master" else pool.owners[0].process.send_signal
-    stop(signal.SIGSTOP)
+    process = pool.master.process if which == "master" else pool.owners[0].process
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)  # all of its threads have stopped
     began = time.monotonic()
     assert set(get(store, keys)) == {Outcome.FAILED}
     assert time.monotonic() - began < CALL_S
-    stop(signal.SIGCONT)
+    process.send_signal(signal.SIGCONT)
     wait_until(lambda: set(get(store, keys)) == {Outcome.OK}, 30)
     reason = "timed_out" if which == "master" else "transfer"
     assert store.stats().counters[f"get_failed_{reason}"] >= 1

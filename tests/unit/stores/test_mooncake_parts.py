@@ -183,7 +183,8 @@ def test_a_call_that_the_wire_does_not_admit_in_time_holds_nothing():
 
 
 def buffers(*texts):
-    return Buffers.of([memoryview(bytearray(text)) for text in texts])
+    views = [memoryview(bytearray(text)) for text in texts]
+    return Buffers.of(views, "texts", len(texts), writable=True)
 
 
 def claim(flights, keys, *texts):
