@@ -2,9 +2,9 @@
 import json
 import re
 import sys
-from types import ModuleType, SimpleNamespace
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -79,28 +79,23 @@ def test_bench_writes_a_page_that_fetches_nothing(measured, tmp_path):
     assert widths[0] == 2 * widths[1]
 
 
-def test_bench_draws_a_png_with_matplotlib(measured, monkeypatch, tmp_path):
-    saved = []
-    axis = SimpleNamespace(**dict.fromkeys(("barh", "set_title", "invert_yaxis"), _nothing))
-    figure = SimpleNamespace(tight_layout=_nothing, savefig=lambda path, dpi: saved.append(path))
-
-    class Column:
-        def __getitem__(self, idx):
-            return [axis] * len(FOUND)
-
-    axes = Column()
-    library = ModuleType("matplotlib")
-    library.use = _nothing
-    library.pyplot = SimpleNamespace(subplots=lambda *a, **k: (figure, axes), close=_nothing)
-    monkeypatch.setitem(sys.modules, "matplotlib", library)
-    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", library.pyplot)
+def test_bench_draws_a_png(measured, monkeypatch, tmp_path):
+    image = pytest.importorskip("matplotlib.image")
+    monkeypatch.setenv("MPLCONFIGDIR", str(tmp_path))
     path = tmp_path / "bench.png"
     assert run("--plot", str(path)).exit_code == 0
-    assert saved == [path]
+    pixels = np.rint(255 * image.imread(path)[:, :, :3]).astype(int)
+    first, second = np.split(pixels, 2)  # an axis each
+    ours, other = (widest(first, color) for color in (bench.COLORS[OURS], bench.OTHER_COLOR))
+    assert ours == pytest.approx(2 * other, rel=0.02)  # as 4 GB/s to 2
+    assert widest(second, bench.COLORS[OURS]) > 500
+    assert not widest(second, bench.OTHER_COLOR)
 
 
-def _nothing(*arguments, **options):
-    pass
+def widest(pixels, color):
+    """Return the most pixels of a color in one row."""
+    rgb = [int(color[at : at + 2], 16) for at in (1, 3, 5)]
+    return int((pixels == rgb).all(axis=2).sum(axis=1).max())
 
 
 @pytest.mark.parametrize(
