@@ -5,13 +5,16 @@
 and nothing that is queued runs before somebody waits for it or a test lets time pass.
 """
 
+import ctypes
 import sys
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from kvxfer.blocks import host
+from kvxfer.blocks.cuda_fragments import Fragments
 
 
 @dataclass(eq=False)
@@ -43,6 +46,7 @@ class ModelQueues:
 
     def __init__(self, layout, random, *, without=None, device_bytes=None, one_memory=False):
         self._layout, self._random, self._without = layout, random, without
+        self.fragments, self.num_batches = Fragments(layout), 0
         self._free_bytes = device_bytes
         self._one_memory = np.full(1 << 16, 0xEE, dtype=np.uint8) if one_memory else None
         self.fail_at, self.has_failed = None, False
@@ -137,6 +141,17 @@ class ModelQueues:
         self._enter("copy")
         assert len(target) == len(source)
         self.queue(stream, lambda: np.copyto(target, source))
+
+    def copy_batch(self, copies, stream):
+        self._enter("copy_batch")
+        self.num_batches += 1
+        columns = (copies.targets, copies.sources, copies.sizes)
+        batch = list(zip(*(column.tolist() for column in columns), strict=True))
+        for column in columns:
+            column[...] = 0  # read: whoever made it may use it again
+        self._random.shuffle(batch)
+        for copy in batch:
+            self.queue(stream, partial(ctypes.memmove, *copy))
 
     def gather(self, items, values, stream, quota):
         self._enter("gather")

@@ -6,8 +6,11 @@
     unpack   DMA -> [mark] -> scatter -> event                the store has written before;
                                                               the blocks are whole at the event
 
-Each call has a lane to itself: a stream and a piece of device memory. A job below
-``staged_from_bytes`` needs no such memory: the kernel writes to the pinned slot, or reads it.
+Each call has a lane to itself: a stream and a piece of device memory. Two kinds of jobs need no
+such memory, and take one step where the others take two:
+
+    small jobs (below ``staged_from_bytes``)       the kernel writes to the pinned slot, or reads it
+    large fragments (from ``dma_from_bytes`` on)   the copy engine moves them, and no kernel runs
 """
 
 from __future__ import annotations
@@ -21,13 +24,16 @@ import numpy as np
 
 from kvxfer.blocks import plan
 from kvxfer.blocks.cuda import QuotaName
+from kvxfer.blocks.cuda_fragments import Copies
 from kvxfer.blocks.cuda_queues import Queues
 from kvxfer.blocks.staging import Slot, StagingPool
 
 logger = logging.getLogger(__name__)
 
 NEVER_BYTES = 1 << 62
-"""More than a slot has: every job goes straight between blocks and pinned memory."""
+"""More than a slot has: no job is staged, or no fragment is left to the copy engine."""
+USUAL_DMA_BYTES = 128 << 10
+"""Where nothing was measured: published rates of batched copies are full from 64 KiB on."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,10 +67,16 @@ class CudaMover:
         num_unpack_lanes: int,
         device_bytes: int,
         staged_from_bytes: int = 1 << 20,
+        dma_from_bytes: int = USUAL_DMA_BYTES,
     ) -> None:
-        """``device_bytes``: of the GPU's memory, for all lanes together, at most."""
+        """``device_bytes``: of the GPU's memory, for all lanes together, at most.
+
+        ``staged_from_bytes`` is of a job, ``dma_from_bytes``, at least 1, of each of its fragments;
+        both may be set between calls.
+        """
         self._queues, self._staging = queues, staging
         self.staged_from_bytes = staged_from_bytes
+        self.dma_from_bytes = dma_from_bytes
         lane_bytes = device_bytes // (num_pack_lanes + num_unpack_lanes)
         lane_bytes = min(lane_bytes, staging.slot_bytes)
         if lane_bytes < staging.slot_bytes:
@@ -121,7 +133,10 @@ class CudaMover:
         queues = self._queues
         if after is not None:
             queues.wait(lane.stream, after)
-        if self._is_staged(lane, num_bytes):
+        if self._is_dma(items):
+            queues.copy_batch(self._copies(items, slot, num_bytes, to_value=True), lane.stream)
+            queues.record(lane.read, lane.stream)
+        elif self._is_staged(lane, num_bytes):
             items = _moved(items, slot.ptr, lane.ptr)
             queues.gather(items, lane.memory, lane.stream, "background")
             queues.record(lane.read, lane.stream)
@@ -137,13 +152,17 @@ class CudaMover:
         queues = self._queues
         values: Any = self._pinned
         quota: QuotaName = "background"  # fills the bus
-        if self._is_staged(lane, num_bytes):
+        by_engine = self._is_dma(items)
+        if not by_engine and self._is_staged(lane, num_bytes):
             values, quota = lane.memory, "full"
             items = _moved(items, slot.ptr, lane.ptr)
             queues.copy(lane.memory[:num_bytes], self._part(slot, num_bytes), lane.stream)
         if after is not None:
             queues.wait(lane.stream, after)
-        queues.scatter(items, values, lane.stream, quota)
+        if by_engine:
+            queues.copy_batch(self._copies(items, slot, num_bytes, to_value=False), lane.stream)
+        else:
+            queues.scatter(items, values, lane.stream, quota)
         queues.record(lane.done, lane.stream)
 
     def _give_up(self, lane: _Lane, lanes: queue.SimpleQueue[_Lane]) -> None:
@@ -157,6 +176,15 @@ class CudaMover:
     def _is_staged(self, lane: _Lane, num_bytes: int) -> bool:
         """Whether a job passes through the lane's memory."""
         return self.staged_from_bytes <= num_bytes <= lane.num_bytes
+
+    def _is_dma(self, items: plan.Table) -> bool:
+        """Whether the copy engine moves a job's fragments: all of them are large enough."""
+        return self._queues.fragments.smallest_of(items) >= self.dma_from_bytes
+
+    def _copies(self, items: plan.Table, slot: Slot, num_bytes: int, *, to_value: bool) -> Copies:
+        """Return the copies between blocks and the slot's bytes in use."""
+        memory = slot.ptr, slot.ptr + num_bytes
+        return self._queues.fragments.copies(items, memory, to_value=to_value)
 
     def _part(self, slot: Slot, num_bytes: int) -> Any:
         """Return the slot's bytes in use."""

@@ -13,6 +13,8 @@ import numpy as np
 
 from kvxfer.blocks import cuda_kernels, plan
 from kvxfer.blocks.cuda import CudaCopies, QuotaName
+from kvxfer.blocks.cuda_dma import CopyEngine
+from kvxfer.blocks.cuda_fragments import Copies, Fragments
 from kvxfer.blocks.layout import BlockLayout
 from kvxfer.blocks.staging import StagingPool
 from kvxfer.errors import UnsupportedError
@@ -25,6 +27,9 @@ class Queues(Protocol):
     has passed when everything that its stream held at `record` has ended. Memory is what `empty`
     and `pin` return: sliced by bytes.
     """
+
+    fragments: Fragments
+    """Of the layout whose blocks are copied."""
 
     def use_device(self) -> None:
         """Make the GPU the calling thread's own: a new thread begins with the first one."""
@@ -77,6 +82,13 @@ class Queues(Protocol):
         """Queue a copy of equally long memory, by the copy engine."""
         ...
 
+    def copy_batch(self, copies: Copies, stream: Any) -> None:
+        """Queue copies between blocks and pinned memory, by the copy engine, in an open order.
+
+        ``copies`` has been read on return.
+        """
+        ...
+
     def gather(self, items: plan.Table, values: Any, stream: Any, quota: QuotaName) -> None:
         """Queue the copy of blocks into ``values``; see `cuda.CudaCopies`."""
         ...
@@ -95,7 +107,9 @@ class TorchQueues:
 
         self._torch: Any = torch
         self._copies = CudaCopies(layout)
+        self._engine = CopyEngine(layout.device)
         self._device = layout.device
+        self.fragments = Fragments(layout)
 
     def use_device(self) -> None:
         """Set the device in torch's CUDA runtime and in CuPy's, which has its own.
@@ -165,6 +179,10 @@ class TorchQueues:
         """See `Queues`."""
         with self._torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
+
+    def copy_batch(self, copies: Copies, stream: Any) -> None:
+        """See `Queues`; `cuda_dma.CopyEngineError` where the driver refuses."""
+        self._engine.copy(copies, stream)
 
     def gather(self, items: plan.Table, values: Any, stream: Any, quota: QuotaName) -> None:
         """See `Queues`."""

@@ -15,13 +15,18 @@ SLEEP_CYCLES = 200_000_000  # about a tenth of a second
 NUM_BLOCKS, BLOCK_BYTES = 256, 64 << 10
 SLOT_BYTES = 4 << 20
 BLOCKS = [7, 3, 200, 255, 64]
-STAGED = pytest.mark.parametrize("staged_from", [0, NEVER_BYTES], ids=["through", "straight"])
+WAYS = {
+    "through": {"staged_from_bytes": 0},
+    "straight": {"staged_from_bytes": NEVER_BYTES},
+    "engine": {"dma_from_bytes": BLOCK_BYTES},
+}
+EACH_WAY = pytest.mark.parametrize("way", WAYS)
 
 
 class Rank:
     """A cache on the GPU, its content, and a mover."""
 
-    def __init__(self, device, staged_from=0):
+    def __init__(self, device, **thresholds):
         self.torch = device.torch
         rng = np.random.default_rng(7)
         self.content = rng.integers(0, 256, (NUM_BLOCKS, BLOCK_BYTES), dtype=np.uint8)
@@ -34,7 +39,7 @@ class Rank:
             num_pack_lanes=1,
             num_unpack_lanes=1,
             device_bytes=2 * SLOT_BYTES,
-            staged_from_bytes=staged_from,
+            **thresholds,
         )
         self.torch.cuda.synchronize()
 
@@ -65,11 +70,9 @@ def make_rank(device):
         rank.mover.close()
 
 
-@STAGED
-def test_gpu_pack_waits_for_the_forward_pass_and_is_over_when_blocks_are_reused(
-    make_rank, staged_from
-):
-    rank = make_rank(staged_from=staged_from)
+@EACH_WAY
+def test_gpu_pack_waits_for_the_forward_pass_and_is_over_when_blocks_are_reused(make_rank, way):
+    rank = make_rank(**WAYS[way])
     rank.torch.cuda._sleep(SLEEP_CYCLES)
     rank.cache.bitwise_not_()  # the forward pass, not run yet
     with rank.staging.acquire(1) as slot:
@@ -81,9 +84,9 @@ def test_gpu_pack_waits_for_the_forward_pass_and_is_over_when_blocks_are_reused(
         assert np.array_equal(rank.rows(slot, 5), 255 - rank.content[BLOCKS])
 
 
-@STAGED
-def test_gpu_unpack_waits_for_the_step_before_and_is_seen_by_the_next(make_rank, staged_from):
-    rank = make_rank(staged_from=staged_from)
+@EACH_WAY
+def test_gpu_unpack_waits_for_the_step_before_and_is_seen_by_the_next(make_rank, way):
+    rank = make_rank(**WAYS[way])
     index = rank.torch.tensor(BLOCKS, device=rank.cache.device)
     rank.torch.cuda.synchronize()
     with rank.staging.acquire(1) as slot:
@@ -103,8 +106,9 @@ def test_gpu_unpack_waits_for_the_step_before_and_is_seen_by_the_next(make_rank,
 
 
 def test_gpu_many_jobs_through_the_same_lanes_stay_apart(make_rank):
-    rank = make_rank(staged_from=1 << 20)
+    rank = make_rank(staged_from_bytes=1 << 20)
     for number in range(40):
+        rank.mover.dma_from_bytes = NEVER_BYTES if number % 3 else 1
         blocks = np.random.default_rng(number).permutation(NUM_BLOCKS)[: 1 + number % 60]
         with rank.staging.acquire(1) as slot:
             job = rank.job(blocks, slot)
@@ -120,4 +124,5 @@ def test_gpu_calibration_chooses_and_leaves_blocks_alone(make_rank):
     rank = make_rank()
     calibrate(rank.mover, rank.layout, rank.staging)
     assert rank.mover.staged_from_bytes > 0
+    assert rank.mover.dma_from_bytes in (BLOCK_BYTES, BLOCK_BYTES + 1)
     assert np.array_equal(rank.cache.cpu().numpy(), rank.content)

@@ -24,20 +24,28 @@ from kvxfer.transfer import Chunks, JobBoard, JobResult, Loader, LoadSpec, Route
 from kvxfer.transfer import base as transfer_base
 
 NUM_BLOCKS, BLOCK_BYTES = 12, 192
-FIRST, SECOND = [1, 2, 3, 4, 5], [6, 7, 8, 9, 10]
-"""Blocks of a save, and of a load of the same chunks."""
+FIRST, SECOND = [1, 2, 5, 3, 4], [9, 6, 7, 8, 10]
+"""Blocks of a save, and of a load of the same chunks; some side by side, which may be one copy."""
 SCRAPS = 0xA5
-STAGED = {"through": 0, "straight": NEVER_BYTES, "both": 2 * BLOCK_BYTES}
+WAYS = {
+    "through": {"staged_from_bytes": 0},
+    "straight": {"staged_from_bytes": NEVER_BYTES},
+    "both": {"staged_from_bytes": 2 * BLOCK_BYTES},
+    "engine": {"dma_from_bytes": BLOCK_BYTES},
+}
 
 
 class ThreadOfTheCaller:
     """Instead of ``TaskThreads``: a task runs at once, so that the model alone decides on order."""
 
-    def __init__(self, name, *, run, **_):
-        self._run = run
+    def __init__(self, name, *, run, on_error, **_):
+        self._run, self._on_error = run, on_error
 
     def submit(self, task):
-        self._run(task)
+        try:
+            self._run(task)
+        except FailingCallError as error:
+            self._on_error(task, error)
         return True
 
     def submit_if_idle(self, task):
@@ -68,7 +76,7 @@ def chunks(blocks):
 class Engine:
     """A rank on a model GPU, and a forward pass whenever one is possible."""
 
-    def __init__(self, chance, *, staged_from=0, slot_blocks=2, without=None, device_bytes=None):
+    def __init__(self, chance, *, slot_blocks=2, without=None, device_bytes=None, **thresholds):
         self.chance = chance
         self.cache = np.full((NUM_BLOCKS, BLOCK_BYTES), SCRAPS, dtype=np.uint8)
         layout = BlockLayout.from_tensors([self.cache])
@@ -80,7 +88,7 @@ class Engine:
             num_pack_lanes=1,
             num_unpack_lanes=1,
             device_bytes=2 * slot_blocks * BLOCK_BYTES,
-            staged_from_bytes=staged_from,
+            **({"staged_from_bytes": 0} | thresholds),
         )
         self.store, self.board = MemoryStore(), JobBoard()
         spaces = {0: [KeySpace(0, b"p/", 0, BLOCK_BYTES)]}
@@ -158,36 +166,54 @@ def problems_of_a_run(chance, **options):
 
 
 def lines_of_waits():
-    """Return the lines of ``cuda_mover`` that wait for an event, in a stream or in the thread."""
+    """Return {line: function} of what in ``cuda_mover`` waits, in a stream or in the thread."""
     tree = ast.parse(Path(cuda_mover.__file__).read_text())
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    return sorted(
-        call.lineno
-        for call in calls
-        if isinstance(call.func, ast.Attribute) and call.func.attr in ("wait", "synchronize")
-    )
+    return {
+        call.lineno: f"{owner.name}.{function.name}"
+        for owner in tree.body
+        if isinstance(owner, ast.ClassDef)
+        for function in owner.body
+        if isinstance(function, ast.FunctionDef)
+        for call in ast.walk(function)
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and call.func.attr in ("wait", "synchronize")
+    }
 
 
-@pytest.mark.parametrize("staged_from", STAGED.values(), ids=STAGED)
+WAITS = lines_of_waits()
+SECOND_EVENT = "_CudaPacked.wait"
+"""A batch of the copy engine has filled the slot when it has read the blocks: nothing is left."""
+
+
+@pytest.mark.parametrize("way", WAYS)
 @given(chance=st.randoms(use_true_random=False), slot_blocks=st.integers(1, 6))
-def test_every_order_saves_and_loads_the_right_bytes(staged_from, chance, slot_blocks):
-    assert problems_of_a_run(chance, staged_from=staged_from, slot_blocks=slot_blocks) == []
+def test_every_order_saves_and_loads_the_right_bytes(way, chance, slot_blocks):
+    assert problems_of_a_run(chance, slot_blocks=slot_blocks, **WAYS[way]) == []
 
 
-@pytest.mark.parametrize("line", lines_of_waits())
-def test_no_wait_can_be_left_out(line):
-    options = {"without": line, "staged_from": STAGED["both"], "slot_blocks": 3}
-    assert any(problems_of_a_run(random.Random(seed), **options) for seed in range(200))
+@pytest.mark.parametrize("way", ["both", "engine"])
+@pytest.mark.parametrize("line", WAITS)
+def test_no_wait_can_be_left_out(line, way):
+    options = {"without": line, "slot_blocks": 3, **WAYS[way]}
+    fails = any(problems_of_a_run(random.Random(seed), **options) for seed in range(200))
+    assert fails == ((way, WAITS[line]) != ("engine", SECOND_EVENT))
 
 
 def test_each_kind_of_wait_is_among_those_left_out():
-    assert len(lines_of_waits()) == 5
+    assert sorted(WAITS.values()) == [
+        "CudaMover._queue_pack",
+        "CudaMover._queue_unpack",
+        "CudaMover.pack",
+        "CudaMover.unpack",
+        SECOND_EVENT,
+    ]
 
 
 class TwoLanes:
     """A mover of two lanes of each kind: one call begins anywhere within another."""
 
-    def __init__(self, chance, **options):
+    def __init__(self, chance, *, dma_from_bytes=NEVER_BYTES, **options):
         self.chance = chance
         self.cache = np.array([content(number) for number in range(NUM_BLOCKS)])
         self.gpu = ModelQueues(BlockLayout.from_tensors([self.cache]), chance, **options)
@@ -199,6 +225,7 @@ class TwoLanes:
             num_unpack_lanes=2,
             device_bytes=8 * BLOCK_BYTES,
             staged_from_bytes=0,
+            dma_from_bytes=dma_from_bytes,
         )
 
     def call(self, kind, blocks):
@@ -253,9 +280,10 @@ KINDS = pytest.mark.parametrize("kind", ["pack", "unpack"])
 
 @KINDS
 @pytest.mark.parametrize("inner", ["pack", "unpack"])
+@pytest.mark.parametrize("dma_from_bytes", [NEVER_BYTES, 1], ids=["kernel", "engine"])
 @given(chance=st.randoms(use_true_random=False))
-def test_calls_at_the_same_time_do_not_meet(kind, inner, chance):
-    assert not any(nested_problems(chance, kind, inner))
+def test_calls_at_the_same_time_do_not_meet(kind, inner, dma_from_bytes, chance):
+    assert not any(nested_problems(chance, kind, inner, dma_from_bytes=dma_from_bytes))
 
 
 @KINDS
@@ -266,12 +294,21 @@ def test_lanes_that_shared_their_memory_would_be_noticed(kind):
     )
 
 
-@pytest.mark.parametrize("failing", ["record", "copy", "scatter", "gather"])
-@pytest.mark.parametrize("device_bytes", [None, 0], ids=["through", "straight"])
+CALLS_OF_A_WAY = {
+    "through": ({}, ["record", "copy", "scatter", "gather"]),
+    "straight": ({"device_bytes": 0}, ["record", "scatter", "gather"]),
+    "engine": ({"dma_from_bytes": 1}, ["record", "copy_batch"]),
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "failing"),
+    [(way, call) for way, (_, calls) in CALLS_OF_A_WAY.items() for call in calls],
+)
 @KINDS
-def test_nothing_that_was_queued_runs_after_a_call_that_failed(kind, failing, device_bytes):
+def test_nothing_that_was_queued_runs_after_a_call_that_failed(kind, way, failing):
     for nth in range(3):
-        rank = TwoLanes(random.Random(nth), device_bytes=device_bytes)
+        rank = TwoLanes(random.Random(nth), **CALLS_OF_A_WAY[way][0])
         rank.gpu.fail_at = (failing, nth)
         try:
             rank.call(kind, [1, 2])
@@ -285,6 +322,29 @@ def test_nothing_that_was_queued_runs_after_a_call_that_failed(kind, failing, de
         rank.gpu.fail_at = None
         again = rank.call("pack", [5, 6])
         assert np.array_equal(again, rank.cache[[5, 6]])
+
+
+@pytest.mark.parametrize("way", ["through", "engine"])
+def test_job_whose_copies_are_refused_fails_alone(way):
+    engine = Engine(random.Random(1), slot_blocks=6, **WAYS[way])
+    engine.gpu.fail_at = ({"through": "gather", "engine": "copy_batch"}[way], 0)
+    engine.forward(lambda: engine.write(FIRST, range(5)))
+    for job_id in (2, 3):
+        engine.saver.submit(SaveSpec(job_id, 0, chunks(FIRST)), engine.mover.mark())
+    engine.finish()
+    assert engine.ended == {2: JobResult.FAILED, 3: JobResult.DONE}
+    assert [bytes(value) for value in engine.store.values.values()] == [
+        content(number).tobytes() for number in range(5)
+    ]
+
+
+@pytest.mark.parametrize(("way", "num_batches"), [("through", 0), ("engine", 2)])
+def test_way_of_a_job_is_that_of_its_fragments(way, num_batches):
+    engine = Engine(random.Random(1), slot_blocks=6, **WAYS[way])
+    engine.save()
+    engine.load()
+    engine.finish()
+    assert engine.gpu.num_batches == num_batches
 
 
 def test_without_device_memory_copies_go_straight(caplog):
