@@ -140,7 +140,12 @@ class TorchQueues:
         return memory, int(memory.data_ptr())
 
     def pin(self, staging: StagingPool) -> Any:
-        """Lock the pool's pages; return it as a tensor. ``UnsupportedError`` where that fails."""
+        """Lock the pool's pages; return it as a tensor. ``UnsupportedError`` where that fails.
+
+        A pool that is on the GPU has nothing to lock.
+        """
+        if staging.on_device:
+            return staging.memory.tensor
         size = staging.buffer.nbytes
         result = self._torch.cuda.cudart().cudaHostRegister(staging.ptr, size, 0)
         if int(result) != 0:
@@ -153,7 +158,8 @@ class TorchQueues:
 
     def unpin(self, staging: StagingPool) -> None:
         """Unlock the pool's pages."""
-        self._torch.cuda.cudart().cudaHostUnregister(staging.ptr)
+        if not staging.on_device:
+            self._torch.cuda.cudart().cudaHostUnregister(staging.ptr)
 
     def mark(self) -> Any:
         """See `Queues`."""
