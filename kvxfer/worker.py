@@ -27,6 +27,7 @@ from kvxfer.blocks.cuda_mover import CudaMover
 from kvxfer.blocks.cuda_queues import TorchQueues
 from kvxfer.blocks.movers import HostMover, Mover
 from kvxfer.config import KVXferConfig
+from kvxfer.errors import ConfigError
 from kvxfer.keys import KeySpace
 from kvxfer.lookup import Endpoint, LookupServer, PackedHashes
 from kvxfer.lookup.key_spaces import KeySpacesPayload
@@ -41,7 +42,7 @@ from kvxfer.stores import Store, open_store
 from kvxfer.stores.checksums import ChecksummedStore
 from kvxfer.transfer import JobBoard, JobResult, Loader, LoadSpec, Route, Saver
 from kvxfer.transfer.direct import DirectBlocks, direct_blocks
-from kvxfer.transfer.slots import make_staging
+from kvxfer.transfer.pieces import VALUE_ALIGN
 from kvxfer.vllm_specs import (
     EngineFacts,
     ValueNames,
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+PAGE_BYTES = 4096
 
 NameValues = Callable[[str], ValueNames]
 """Value order as resolved -> the engine's parts of a key."""
@@ -321,15 +323,20 @@ class KVXferWorker:
     # Start-up and reports, in parts
 
     def _make_staging(self, layout: BlockLayout) -> StagingPool:
-        """Return a slot for each thread and one to spare."""
+        """Cut the staging memory into a slot per thread and one to spare."""
         config = self._config
-        return make_staging(
-            layout,
-            self._store,
-            num_slots=config.num_load_threads + config.num_save_threads + 1,
-            host_bytes=config.staging_bytes,
-            device_bytes=config.device_staging_bytes,
-        )
+        num_slots = config.num_load_threads + config.num_save_threads + 1
+        slot_bytes = config.staging_bytes // num_slots // PAGE_BYTES * PAGE_BYTES
+        largest = max(c.value_bytes for c in layout.classes)
+        if slot_bytes < largest + VALUE_ALIGN:
+            needed = (largest + VALUE_ALIGN + PAGE_BYTES) * num_slots
+            raise ConfigError(
+                f"staging_bytes is {config.staging_bytes}: {num_slots} slots of {slot_bytes} bytes "
+                f"cannot hold a value of {largest}; set it to {needed} or more"
+            )
+        staging = StagingPool(num_slots, slot_bytes)
+        self._store.register(staging.buffer)
+        return staging
 
     def _make_mover(self, layout: BlockLayout, staging: StagingPool) -> Mover:
         """Return what copies between the blocks and the staging memory, wherever the blocks are."""
@@ -342,8 +349,7 @@ class KVXferWorker:
             num_unpack_lanes=self._config.num_load_threads,
             device_bytes=self._config.device_staging_bytes,
         )
-        if not staging.on_device:
-            calibrate(mover, layout, staging)
+        calibrate(mover, layout, staging)
         return mover
 
     def _mark(self) -> Any:

@@ -45,8 +45,6 @@ MOONCAKE = {
     "config": "Path of a JSON file in Mooncake's format; options of the URI go before it. "
     "Default: `MOONCAKE_CONFIG_PATH`, where the URI names no host.",
     "device": "RDMA devices, e.g. `mlx5_0`. Default: the client's choice.",
-    "gpudirect": "`yes`, with `rdma`: staging lies in the GPU's memory, which the network card "
-    "reads and writes. Needs a client built with CUDA, and nvidia-peermem. Default no.",
     "groups": "`yes`: the values of one chunk leave the pool together. Default no.",
     "hostname": "Name by which other hosts reach this one. Default: "
     "`MOONCAKE_REQUESTER_LOCAL_HOSTNAME`, `VLLM_HOST_IP`, else the address on the way to the "

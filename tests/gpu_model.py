@@ -105,13 +105,11 @@ class ModelQueues:
         return memory, memory.ctypes.data
 
     def pin(self, staging):
-        if staging.on_device:
-            return staging.memory.tensor
         self.pinned += 1
         return np.frombuffer(staging.buffer, dtype=np.uint8)
 
     def unpin(self, staging):
-        self.pinned -= not staging.on_device
+        self.pinned -= 1
 
     def mark(self):
         event = Event()

@@ -6,12 +6,11 @@
     unpack   DMA -> [mark] -> scatter -> event                the store has written before;
                                                               the blocks are whole at the event
 
-Each call has a lane to itself: a stream and a piece of device memory. Three kinds of jobs need no
+Each call has a lane to itself: a stream and a piece of device memory. Two kinds of jobs need no
 such memory, and take one step where the others take two:
 
     small jobs (below ``staged_from_bytes``)       the kernel writes to the pinned slot, or reads it
     large fragments (from ``dma_from_bytes`` on)   the copy engine moves them, and no kernel runs
-    slots that are on the device themselves        for a store that reaches them there
 """
 
 from __future__ import annotations
@@ -79,8 +78,8 @@ class CudaMover:
         self.staged_from_bytes = staged_from_bytes
         self.dma_from_bytes = dma_from_bytes
         lane_bytes = device_bytes // (num_pack_lanes + num_unpack_lanes)
-        lane_bytes = 0 if staging.on_device else min(lane_bytes, staging.slot_bytes)
-        if lane_bytes < staging.slot_bytes and not staging.on_device:
+        lane_bytes = min(lane_bytes, staging.slot_bytes)
+        if lane_bytes < staging.slot_bytes:
             logger.warning(
                 "device_staging_bytes leaves %d bytes a thread; larger batches, up to %d, go "
                 "straight to pinned memory, which is slower",
@@ -152,7 +151,7 @@ class CudaMover:
     ) -> None:
         queues = self._queues
         values: Any = self._pinned
-        quota: QuotaName = "full" if self._staging.on_device else "background"  # fills the bus
+        quota: QuotaName = "background"  # fills the bus
         by_engine = self._is_dma(items)
         if not by_engine and self._is_staged(lane, num_bytes):
             values, quota = lane.memory, "full"
@@ -199,9 +198,6 @@ class CudaMover:
         for _ in range(num_lanes):
             stream = self._queues.new_stream(urgent=urgent)
             events = self._queues.new_event(stream), self._queues.new_event(stream)
-            if self._staging.on_device:
-                lanes.put(_Lane(stream, *events))
-                continue
             found = self._queues.empty(lane_bytes, stream)
             if found is None:
                 logger.warning(

@@ -140,12 +140,7 @@ class TorchQueues:
         return memory, int(memory.data_ptr())
 
     def pin(self, staging: StagingPool) -> Any:
-        """Lock the pool's pages; return it as a tensor. ``UnsupportedError`` where that fails.
-
-        A pool that is on the GPU has nothing to lock.
-        """
-        if staging.on_device:
-            return staging.memory.tensor
+        """Lock the pool's pages; return it as a tensor. ``UnsupportedError`` where that fails."""
         size = staging.buffer.nbytes
         result = self._torch.cuda.cudart().cudaHostRegister(staging.ptr, size, 0)
         if int(result) != 0:
@@ -158,8 +153,7 @@ class TorchQueues:
 
     def unpin(self, staging: StagingPool) -> None:
         """Unlock the pool's pages."""
-        if not staging.on_device:
-            self._torch.cuda.cudart().cudaHostUnregister(staging.ptr)
+        self._torch.cuda.cudart().cudaHostUnregister(staging.ptr)
 
     def mark(self) -> Any:
         """See `Queues`."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Page-aligned buffers in which values wait between KV cache and store."""
+"""Page-aligned host buffers in which values wait between KV cache and store."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import logging
 import mmap
 import threading
 import time
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
 
 import numpy as np
 
@@ -23,18 +21,6 @@ class _State(enum.Enum):
     RELEASED = "released"
 
 
-@dataclass(frozen=True, slots=True)
-class StagingMemory:
-    """Memory that a pool cuts into slots, kept alive by ``buffer``."""
-
-    buffer: memoryview
-    """Writable bytes. Of a GPU's memory it only says where that lies: the CPU cannot reach it."""
-    ptr: int
-    """Address of the first byte, a multiple of the page size."""
-    tensor: Any = None
-    """A GPU's memory as a torch tensor (uint8, as long as ``buffer``); None for the host's."""
-
-
 class Slot:
     """One lease of a buffer: from `StagingPool.acquire` to `release`, by any thread.
 
@@ -45,7 +31,7 @@ class Slot:
     def __init__(self, pool: StagingPool, index: int, buffer: memoryview, ptr: int) -> None:
         self.index = index
         self.buffer = buffer
-        """Writable bytes, (slot_bytes,), see `StagingMemory`; keeps the memory mapped."""
+        """Writable bytes, (slot_bytes,); keeps the memory mapped."""
         self.ptr = ptr
         """Address of the first byte, a multiple of the page size."""
         self._pool = pool
@@ -69,7 +55,7 @@ class Slot:
 
 
 class StagingPool:
-    """A fixed number of equal buffers in one piece of memory, shared by the threads of a process.
+    """A fixed number of equal buffers in one mapping, shared by the threads of a process.
 
     ====================  ===============================================  ================
     state of a buffer     event                                            next state
@@ -82,41 +68,27 @@ class StagingPool:
                           late return
     ====================  ===============================================  ================
 
-    Memory of the pool's own is the host's: private, anonymous, on huge pages where the system has
-    them, and touched once at the start, so that no copy pays for page faults. After ``close`` no
-    buffer is handed out; memory goes when the pool and the last slot have gone, never under a call
-    that still runs.
+    Memory is private, anonymous, on huge pages where the system has them, and touched once at the
+    start, so that no copy pays for page faults. After ``close`` no buffer is handed out; the
+    mapping goes when the pool and the last slot have gone, never under a call that still runs.
     """
 
-    def __init__(
-        self, num_slots: int, slot_bytes: int, memory: StagingMemory | None = None
-    ) -> None:
-        """``memory``: `bytes_needed` or more to cut the slots from, instead of the pool's own."""
+    def __init__(self, num_slots: int, slot_bytes: int) -> None:
         if num_slots < 1 or slot_bytes < 1:
             raise ValueError(
                 f"num_slots is {num_slots}, slot_bytes is {slot_bytes}; both must be at least 1"
             )
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
-        self._step = self.bytes_needed(1, slot_bytes)
-        self.memory = memory or _map_memory(self.bytes_needed(num_slots, slot_bytes))
-        self.buffer = self.memory.buffer
-        """All of it, for ``store.register``; slots lie in it a multiple of a page apart."""
-        self.ptr = self.memory.ptr
+        self._step = -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._memory = _map_memory(num_slots * self._step)
+        self.buffer = memoryview(self._memory)
+        """The whole mapping, for ``store.register``; slots lie in it a multiple of a page apart."""
+        self.ptr: int = np.frombuffer(self.buffer, dtype=np.uint8).ctypes.data
         self._changed = threading.Condition()
         self._free = list(reversed(range(num_slots)))  # guarded by _changed
         self._num_quarantined = 0  # guarded by _changed
         self._closed = False  # guarded by _changed
-
-    @staticmethod
-    def bytes_needed(num_slots: int, slot_bytes: int) -> int:
-        """Return the bytes that so many slots take, each a whole number of pages."""
-        return num_slots * -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-
-    @property
-    def on_device(self) -> bool:
-        """Whether the slots are a GPU's memory, which the CPU cannot reach."""
-        return self.memory.tensor is not None
 
     def acquire(self, timeout_s: float) -> Slot | None:
         """Return a free buffer, waiting at most ``timeout_s`` for one.
@@ -192,7 +164,7 @@ class StagingPool:
             self._changed.notify()
 
 
-def _map_memory(num_bytes: int) -> StagingMemory:
+def _map_memory(num_bytes: int) -> mmap.mmap:
     """Return private zeroed memory, resident, on huge pages where the system grants them."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -200,6 +172,5 @@ def _map_memory(num_bytes: int) -> StagingMemory:
             memory.madvise(mmap.MADV_HUGEPAGE)
         except OSError as error:
             logger.debug("no huge pages for staging: %s", error)
-    content = np.frombuffer(memory, dtype=np.uint8)
-    content[:: mmap.PAGESIZE] = 0
-    return StagingMemory(memoryview(memory), content.ctypes.data)
+    np.frombuffer(memory, dtype=np.uint8)[:: mmap.PAGESIZE] = 0
+    return memory

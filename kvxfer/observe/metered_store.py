@@ -101,11 +101,6 @@ class MeteredStore(Store):
         return outcomes
 
     @property
-    def reaches_devices(self) -> bool:
-        """The store's own."""
-        return self._store.reaches_devices
-
-    @property
     def transfer_mode(self) -> TransferMode:
         """The store's own."""
         return self._store.transfer_mode

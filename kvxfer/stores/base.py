@@ -111,15 +111,6 @@ class Store(abc.ABC):
         """
 
     @property
-    def reaches_devices(self) -> bool:
-        """Whether registered memory, and targets and sources in it, may be a GPU's.
-
-        Such a store reads no byte of them with the CPU. ``register`` tells by ``StoreError`` where
-        it cannot after all.
-        """
-        return False
-
-    @property
     def transfer_mode(self) -> TransferMode:
         """How this store is to be handed values; ``PACKED`` where it takes no parts."""
         return TransferMode.PACKED

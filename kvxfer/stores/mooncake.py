@@ -110,11 +110,6 @@ class MooncakeStore(Store):
         return self._move("put", self._transfers.put, keys, buffers)
 
     @property
-    def reaches_devices(self) -> bool:
-        """As the URI's ``gpudirect`` has it; no by default."""
-        return self._options.gpudirect
-
-    @property
     def transfer_mode(self) -> TransferMode:
         """As the URI's ``transfer`` has it; ``auto`` by default."""
         return self._options.transfer

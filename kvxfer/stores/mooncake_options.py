@@ -27,16 +27,7 @@ DEFAULT_STAGING_BYTES = 1280 << 20
 
 URI_OPTIONS = (
     *("batch_bytes", "batch_keys", "buffer", "check", "client_http_port", "config", "device"),
-    *(
-        "gpudirect",
-        "groups",
-        "hostname",
-        "in_flight",
-        "metadata",
-        "metrics_port",
-        "mode",
-        "offload",
-    ),
+    *("groups", "hostname", "in_flight", "metadata", "metrics_port", "mode", "offload"),
     *("preferred_segment", "protocol", "replicas", "segment", "soft_pin", "ssd_offload_path"),
     *("tenant", "timeout_s", "transfer"),
 )
@@ -53,7 +44,7 @@ class MooncakeOptions:
     go through. ``timeout_s`` bounds a request to the master and a transfer without progress.
     ``batch_keys``, ``batch_bytes`` bound a native call, ``in_flight`` the segments of all threads.
     ``staging_bytes`` bounds what one call loads where there is a disk tier, else None.
-    ``transfer``: how values are to be handed over. ``gpudirect``: staging may be on a GPU.
+    ``transfer``: how values are to be handed over.
     """
 
     master: str
@@ -78,7 +69,6 @@ class MooncakeOptions:
     in_flight: int = 1024
     metrics_port: int = 9003
     transfer: TransferMode = TransferMode.AUTO
-    gpudirect: bool = False
     check: bool = True
 
     @classmethod
@@ -125,7 +115,6 @@ class MooncakeOptions:
             in_flight=_count(given, "in_flight", 1024),
             metrics_port=_count(given, "metrics_port", 9003),
             transfer=_transfer_mode(given),
-            gpudirect=_gpudirect(given),
             check=_flag(given, "check", default="yes"),
         )
 
@@ -244,17 +233,6 @@ def _transfer_mode(given: Mapping[str, str]) -> TransferMode:
     if text not in modes:
         raise ConfigError(f"transfer={text!r}; write {', '.join(modes[:-1])} or {modes[-1]}")
     return TransferMode(text)
-
-
-def _gpudirect(given: Mapping[str, str]) -> bool:
-    """Return whether a GPU's memory may be registered; refused where the CPU would touch it."""
-    protocol = given.get("protocol", "tcp").lower()
-    if (wanted := _flag(given, "gpudirect")) and protocol == "tcp":
-        raise ConfigError(
-            "gpudirect=yes with protocol=tcp: only a network card reaches a GPU's memory; use "
-            "protocol=rdma, or leave gpudirect out"
-        )
-    return wanted
 
 
 def _flag(given: Mapping[str, str], name: str, default: str = "no") -> bool:

@@ -60,14 +60,8 @@ class Transfers:
     def get(
         self, client: Client, names: Sequence[str], buffers: Buffers | ScatteredBuffers
     ) -> list[Outcome]:
-        """Copy values into buffers; one outcome per name. Equal names and shapes travel once.
-
-        Not so into a GPU's memory, from which nothing can be copied to another's buffer.
-        """
-        alike: list[Any] = [buffers.shapes]
-        if self._options.gpudirect:
-            alike.append(map(str, buffers.ptrs))
-        flight = self._gets.claim(list(zip(names, *alike, strict=True)), buffers)
+        """Copy values into buffers; one outcome per name. Equal names and shapes travel once."""
+        flight = self._gets.claim(list(zip(names, buffers.shapes, strict=True)), buffers)
         with self._landing(flight):
             values = self._within_staging(Values.led_by(flight, names, buffers))
             for part in without_equal_names(values):

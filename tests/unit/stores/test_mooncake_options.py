@@ -40,7 +40,7 @@ def test_every_uri_option_reaches_its_field():
         "&buffer=16MiB&tenant=t&hostname=h&ssd_offload_path=/ssd&client_http_port=9301&offload=yes"
         "&replicas=2&preferred_segment=s:1&groups=1&soft_pin=true&timeout_s=5&batch_keys=9"
         "&batch_bytes=1MiB&in_flight=64&metrics_port=9004&check=no&mode=embedded"
-        "&transfer=direct&gpudirect=yes"
+        "&transfer=direct"
     )
     assert options(text) == MooncakeOptions(
         master="m:1",
@@ -64,7 +64,6 @@ def test_every_uri_option_reaches_its_field():
         in_flight=64,
         metrics_port=9004,
         transfer=TransferMode.DIRECT,
-        gpudirect=True,
         check=False,
     )
 
@@ -177,10 +176,9 @@ def test_a_file_that_is_no_json_object_is_refused(tmp_path, content):
         ("mooncake://m:1?replicas=0", "replicas='0'; write a whole number"),
         ("mooncake://m:1?timeout_s=0.5", "whole seconds from 1"),
         ("mooncake://m:1?transfer=fast", "transfer='fast'; write packed, direct or auto"),
-        ("mooncake://m:1?gpudirect=yes", "use protocol=rdma, or leave gpudirect out"),
         ("mooncake://m:1?config=/nowhere.json", "cannot be read"),
     ],
-    ids=["no_master", "path", "option", "replicas", "timeout", "transfer", "gpudirect", "file"],
+    ids=["no_master", "path", "option", "replicas", "timeout", "transfer", "file"],
 )
 def test_a_uri_that_cannot_be_is_refused_with_the_way_out(text, message):
     with pytest.raises(ConfigError, match=message):

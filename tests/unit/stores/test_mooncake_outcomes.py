@@ -325,33 +325,6 @@ def test_gets_of_one_key_at_once_travel_once(store, native):
     assert counters(store)["get_shared"] == 2
 
 
-def test_gets_into_memory_of_a_gpu_share_nothing(monkeypatch, native):
-    """A follower's copy would be the CPU's, which cannot reach it."""
-    store = open_fake(monkeypatch, native, "protocol=rdma&gpudirect=yes")
-    assert store.reaches_devices
-    put(store, [b"k"])
-    is_in, may_go = threading.Semaphore(0), threading.Event()
-
-    def wait(*arguments):
-        is_in.release()
-        assert may_go.wait(10)
-        return ...
-
-    native.scripts["get"] = wait
-    answers = []
-    threads = [
-        threading.Thread(target=lambda: answers.append(get(store, [b"k"]))) for _ in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    assert all(is_in.acquire(timeout=10) for _ in threads)  # both are on the wire
-    may_go.set()
-    for thread in threads:
-        thread.join(10)
-    assert answers == [([Outcome.OK], [bytearray(b"12345678")])] * 2
-    store.close()
-
-
 def test_calls_that_share_some_keys_at_once_all_end_with_the_right_bytes(store):
     keys = [b"k%d" % number for number in range(12)]
     values = [memoryview(key * 100) for key in keys]

@@ -7,7 +7,6 @@ again as soon as they are reported free, and reads loaded blocks as soon as the 
 
 import ast
 import hashlib
-import mmap
 import random
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from memory_store import MemoryStore
 
 from kvxfer.blocks import ITEM_DTYPE, BlockLayout, StagingPool, cuda_mover
 from kvxfer.blocks.cuda_mover import NEVER_BYTES, CudaMover
-from kvxfer.blocks.staging import StagingMemory
 from kvxfer.keys import KeySpace
 from kvxfer.transfer import Chunks, JobBoard, JobResult, Loader, LoadSpec, Route, Saver, SaveSpec
 from kvxfer.transfer import base as transfer_base
@@ -75,33 +73,15 @@ def chunks(blocks):
     return (Chunks(0, np.array(blocks, np.int32), hashes, 32),)
 
 
-def device_memory(num_slots, slot_bytes):
-    """Return what the model takes for a GPU's own memory."""
-    size = StagingPool.bytes_needed(num_slots, slot_bytes)
-    buffer = memoryview(mmap.mmap(-1, size))
-    tensor = np.frombuffer(buffer, np.uint8)
-    return StagingMemory(buffer, tensor.ctypes.data, tensor)
-
-
 class Engine:
     """A rank on a model GPU, and a forward pass whenever one is possible."""
 
-    def __init__(
-        self,
-        chance,
-        *,
-        slot_blocks=2,
-        without=None,
-        device_bytes=None,
-        on_device=False,
-        **thresholds,
-    ):
+    def __init__(self, chance, *, slot_blocks=2, without=None, device_bytes=None, **thresholds):
         self.chance = chance
         self.cache = np.full((NUM_BLOCKS, BLOCK_BYTES), SCRAPS, dtype=np.uint8)
         layout = BlockLayout.from_tensors([self.cache])
         self.gpu = ModelQueues(layout, chance, without=without, device_bytes=device_bytes)
-        memory = device_memory(2, slot_blocks * BLOCK_BYTES) if on_device else None
-        self.staging = StagingPool(2, slot_blocks * BLOCK_BYTES, memory)
+        self.staging = StagingPool(2, slot_blocks * BLOCK_BYTES)
         self.mover = CudaMover(
             self.gpu,
             self.staging,
@@ -210,11 +190,6 @@ SECOND_EVENT = "_CudaPacked.wait"
 @given(chance=st.randoms(use_true_random=False), slot_blocks=st.integers(1, 6))
 def test_every_order_saves_and_loads_the_right_bytes(way, chance, slot_blocks):
     assert problems_of_a_run(chance, slot_blocks=slot_blocks, **WAYS[way]) == []
-
-
-@given(chance=st.randoms(use_true_random=False), slot_blocks=st.integers(1, 6))
-def test_slots_on_the_device_save_and_load_the_right_bytes(chance, slot_blocks):
-    assert problems_of_a_run(chance, slot_blocks=slot_blocks, on_device=True) == []
 
 
 @pytest.mark.parametrize("way", ["both", "engine"])
@@ -375,14 +350,6 @@ def test_way_of_a_job_is_that_of_its_fragments(way, num_batches):
 def test_without_device_memory_copies_go_straight(caplog):
     assert problems_of_a_run(random.Random(1), device_bytes=0) == []
     assert "straight to pinned memory" in caplog.text
-
-
-def test_slots_on_the_device_take_no_further_memory_and_no_pins(caplog):
-    engine = Engine(random.Random(0), on_device=True, device_bytes=0)
-    assert not caplog.messages
-    assert engine.gpu.pinned == 0
-    engine.mover.close()
-    assert engine.gpu.pinned == 0
 
 
 def test_staging_memory_is_unpinned_once():
