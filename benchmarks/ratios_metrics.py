@@ -114,8 +114,7 @@ def events() -> Call:
     spec = SaveSpec(1, 0, chunks)
 
     def call() -> None:
-        for end in range(BLOCK, len(tokens) + 1, BLOCK):
-            made.note(request, end - BLOCK, end)
+        made.note((request, at, at + BLOCK) for at in range(0, len(tokens), BLOCK))
         made.ordered([spec])
         made.ended({1: 1}, ())
         assert len(made.take()) == EVENT_BLOCKS

@@ -17,6 +17,7 @@ from kvxfer.hits import CacheGroup
 from kvxfer.lookup import LookupReply
 from kvxfer.lookup.protocol import Status
 from kvxfer.messages import KVXferWorkerMetadata
+from kvxfer.observe.events import SaveEvents
 from kvxfer.scheduler import KVXferScheduler
 from kvxfer.vllm_specs import EngineFacts
 
@@ -38,9 +39,12 @@ class Missing:
 
 
 class Running:
-    """64 requests in their decode phase, and the scheduler side that follows them."""
+    """64 requests in their decode phase, and the scheduler side that follows them.
 
-    def __init__(self):
+    ``tells``: it makes KV events of what is stored.
+    """
+
+    def __init__(self, tells=False):
         self.manager = make_manager()
         facts = EngineFacts(
             engine_id="engine",
@@ -61,7 +65,8 @@ class Running:
             layer_sets=(),
         )
         config = KVXferConfig.from_extra({"save_decode_cache": True}, {})
-        self.side = KVXferScheduler(config, facts, Missing())
+        events = SaveEvents([BLOCK], hash_tokens=BLOCK, num_ranks=1, store="lmdb://")
+        self.side = KVXferScheduler(config, facts, Missing(), events=events if tells else None)
         self.side.bind_kv_cache_manager(self.manager)
         self.requests = make_requests()
         for request in self.requests:
@@ -92,11 +97,14 @@ class Running:
         """Run what is measured; return the orders."""
         metadata = self.side.build_connector_meta(output)
         self.side.update_connector_output(self.packed)
+        self.told = self.side.take_events()
         return metadata
 
     def note(self, metadata):
-        """Let the next step hear that these orders have been packed."""
-        meta = KVXferWorkerMetadata({save.job_id: 1 for save in metadata.saves})
+        """Let the next step hear that these orders have been packed, and have ended."""
+        jobs = {save.job_id: 1 for save in metadata.saves}
+        self.told = []  # by now vLLM's publisher has sent and freed them
+        meta = KVXferWorkerMetadata(jobs, dict(jobs))
         self.packed = KVConnectorOutput(kv_connector_worker_meta=meta)
 
     def grow(self, num_tokens):

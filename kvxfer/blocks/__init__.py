@@ -15,11 +15,10 @@ items of 16 bytes (value address, block id, class): no list per layer, however m
 ``csrc/block_copy.cu`` through CuPy: `cuda_sources` finds their text and binary, `cuda_kernels`
 loads them, `cuda_job` fills their parameters. `simulator` runs the kernels' loop
 (``csrc/block_copy.h``) on the CPU, so that tests without a GPU check the lines that the kernels
-run. `staging` hands out the page-aligned buffers in which values wait between KV cache and store,
-of the host's memory or the GPU's (`device_memory`); `movers` is the face of the copies between
-those and the blocks, `cuda_mover` that face on a GPU: over streams and events (`cuda_queues`),
-kernels or batches of the copy engine (`cuda_fragments` says which copies, `cuda_dma` queues them),
-and sizes measured at start-up (`cuda_calibration`).
+run. `staging` hands out the page-aligned buffers in which values wait between KV cache and store;
+`movers` is the face of the copies between those and the blocks, `cuda_mover` that face on a GPU:
+over streams and events (`cuda_queues`), kernels or batches of the copy engine (`cuda_fragments`
+says which copies, `cuda_dma` queues them), and sizes measured at start-up (`cuda_calibration`).
 
 The worker builds one layout at registration; the saver gathers, the loader scatters, each with one
 call per job. Nothing here imports vLLM, and torch or CuPy only when CUDA tensors come.

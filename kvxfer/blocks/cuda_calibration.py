@@ -116,8 +116,7 @@ def _measure_fragments(mover: CudaMover, layout: BlockLayout, slot: Slot, clock:
             by_kernel = _time(mover, job, slot, clock, there_and_back=True)
             mover.dma_from_bytes = 1
             times.append((by_kernel, _time(mover, job, slot, clock, there_and_back=True)))
-    except CopyEngineError as error:
-        logger.warning("batched copies do not work here, kernels copy everything: %s", error)
+    except CopyEngineError:  # the mover has logged it
         return NEVER_BYTES
     chosen = choose(list(jobs), times, margin=1.0, unmeasured=USUAL_DMA_BYTES)
     logger.info(

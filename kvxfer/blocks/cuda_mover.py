@@ -24,6 +24,7 @@ import numpy as np
 
 from kvxfer.blocks import plan
 from kvxfer.blocks.cuda import QuotaName
+from kvxfer.blocks.cuda_dma import CopyEngineError
 from kvxfer.blocks.cuda_fragments import Copies
 from kvxfer.blocks.cuda_queues import Queues
 from kvxfer.blocks.staging import Slot, StagingPool
@@ -105,8 +106,8 @@ class CudaMover:
         try:
             self._queue_pack(items, slot, num_bytes, after, lane)
             self._queues.synchronize(lane.read)
-        except BaseException:
-            self._give_up(lane, self._pack_lanes)
+        except BaseException as error:
+            self._give_up(lane, self._pack_lanes, error)
             raise
         return _CudaPacked(self._queues, lane, self._pack_lanes)
 
@@ -116,8 +117,8 @@ class CudaMover:
         try:
             self._queue_unpack(items, slot, num_bytes, after, lane)
             self._queues.synchronize(lane.done)
-        except BaseException:
-            self._give_up(lane, self._unpack_lanes)
+        except BaseException as error:
+            self._give_up(lane, self._unpack_lanes, error)
             raise
         self._unpack_lanes.put(lane)
 
@@ -165,13 +166,19 @@ class CudaMover:
             queues.scatter(items, values, lane.stream, quota)
         queues.record(lane.done, lane.stream)
 
-    def _give_up(self, lane: _Lane, lanes: queue.SimpleQueue[_Lane]) -> None:
-        """Let what was queued end, so that nothing touches blocks or slot after an error."""
+    def _give_up(self, lane: _Lane, lanes: queue.SimpleQueue[_Lane], error: BaseException) -> None:
+        """Let what was queued end, so that nothing touches blocks or slot after an error.
+
+        Where the copy engine was refused a batch it is given none any more: one job is lost.
+        """
         try:
             self._queues.drain(lane.stream)
         except Exception:
             logger.exception("a stream of the GPU does not end")
         lanes.put(lane)
+        if isinstance(error, CopyEngineError):
+            logger.warning("batched copies do not work here, kernels copy everything: %s", error)
+            self.dma_from_bytes = NEVER_BYTES
 
     def _is_staged(self, lane: _Lane, num_bytes: int) -> bool:
         """Whether a job passes through the lane's memory."""

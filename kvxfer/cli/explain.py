@@ -120,6 +120,11 @@ def _lines_of(groups: Sequence[dict[str, Any]], reports: Sequence[str]) -> list[
     said = {report.split(" ", 2)[1]: report for report in reports}
     return [
         f"{said.get(str(group['group'])) or 'group {group} ({kind})'.format(**group)}, "
-        f"blocks of {group['block_tokens']} tokens"
+        f"blocks of {group['block_tokens']} tokens{_eagle(group)}"
         for group in groups
     ]
+
+
+def _eagle(group: dict[str, Any]) -> str:
+    """Return what a group gives back for a drafter, as the end of its headline."""
+    return f", gives {group['eagle_tokens']} back for EAGLE" if group["eagle_tokens"] else ""

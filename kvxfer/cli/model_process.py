@@ -120,7 +120,7 @@ def _describe_model(question: Json) -> Json:
 
     engine = describe_engine(question["arguments"])
     facts, names = engine.facts, engine.names
-    spaces = _key_spaces(engine)
+    spaces, coordinator = _key_spaces(engine), facts.coordinator()
     return {
         "model": names.model,
         "digest": names.digest,
@@ -129,6 +129,7 @@ def _describe_model(question: Json) -> Json:
         "hash_tokens": facts.hash_tokens,
         "align_tokens": facts.align_tokens,
         "num_ranks": facts.num_ranks,
+        "num_stages": facts.pp_size,
         "staging_bytes": engine.config.staging_bytes,
         "num_slots": engine.config.num_load_threads + engine.config.num_save_threads + 1,
         "groups": [
@@ -138,30 +139,35 @@ def _describe_model(question: Json) -> Json:
                 "block_tokens": group.block_tokens,
                 "window_tokens": group.window_tokens,
                 "cacheable": group.cacheable,
-                "layers": [layer for s in facts.layer_sets if s.group == idx for layer in s.layers],
+                "eagle_tokens": coordinator.eagle_tokens(idx),
+                "layers": _layers(engine, idx),
                 "shards": len(spaces.get(idx, ())),
-                "value_bytes": _value_bytes(engine, idx),
+                "value_bytes": [space.value_bytes for space in spaces.get(idx, ())],
             }
             for idx, group in enumerate(facts.groups)
         ],
     }
 
 
-def _value_bytes(engine: OfflineEngine, group: int) -> list[int]:
-    """Return the bytes of each value of one chunk, of all ranks."""
-    sizes = []
-    for set_idx, layer_set in enumerate(engine.facts.layer_sets):
-        if layer_set.group == group:
-            (one,) = {c.value_bytes for c in engine.layout.classes if c.group == set_idx}
-            sizes += [one] * len(layer_set.shards())
-    return sizes
-
-
 def _key_spaces(engine: OfflineEngine) -> dict[int, list[KeySpace]]:
+    """Return what a chunk of each group consists of: the shards that any rank holds.
+
+    That is what the ranks tell rank 0 at start-up (``KVXferHandshake``), the first rank's first.
+    """
     from kvxfer.spaces import RankSpaces  # noqa: PLC0415  # imports vLLM
 
-    config = engine.config
-    return RankSpaces(config.cache_prefix, engine.facts, engine.names, engine.layout).all_shards
+    spaces: dict[int, dict[bytes, KeySpace]] = {}
+    for rank in engine.ranks:
+        held = RankSpaces(engine.config.cache_prefix, rank.facts, rank.names, rank.layout).held
+        for space in chain.from_iterable(held.values()):
+            spaces.setdefault(space.group, {}).setdefault(space.prefix, space)
+    return {group: list(by_prefix.values()) for group, by_prefix in spaces.items()}
+
+
+def _layers(engine: OfflineEngine, group: int) -> list[str]:
+    """Return the layers of a group, over all pipeline stages."""
+    sets = chain.from_iterable(rank.facts.layer_sets for rank in engine.ranks)
+    return list(dict.fromkeys(chain.from_iterable(s.layers for s in sets if s.group == group)))
 
 
 # Prompt
@@ -209,6 +215,7 @@ def _explain(question: Json) -> Json:
                 "group": idx,
                 "kind": group.kind,
                 "block_tokens": group.block_tokens,
+                "eagle_tokens": coordinator.eagle_tokens(idx),
                 "stored": _stored_blocks(engine, presence, idx, len(hashes)),
                 "needed": [bool(flag) for flag in needed[idx]],
             }

@@ -154,11 +154,13 @@ class SaveOrders:
                 for s in admitted[at : at + per_job]
             ]
             self._step.add_job(self._planner.common_blocks(parts))
+        if self._events is not None:
+            self._events.note(
+                (s.request, s.save_due_tokens - block_tokens, s.save_due_tokens) for s in admitted
+            )
         for state in admitted:
-            start, end = state.save_due_tokens - block_tokens, state.save_due_tokens
-            self._note(state, start, end)
-            state.saved_tokens = end
-            state.save_due_tokens = end + block_tokens
+            state.saved_tokens = state.save_due_tokens
+            state.save_due_tokens += block_tokens
 
     def _order_due(
         self,
@@ -279,8 +281,12 @@ class SaveOrders:
 
     def _note(self, state: RequestState, start: int, end: int) -> None:
         """Note for KV events, where they are wanted, what tokens [start, end) may be saved."""
-        if self._events is not None:
-            self._events.note(state.request, start, end)
+        if self._events is None:
+            return
+        request, hash_tokens = state.request, self._facts.hash_tokens
+        end = min(end // hash_tokens, len(request.block_hashes)) * hash_tokens
+        if start < end:
+            self._events.note([(request, start, end)])
 
     def _add(self, chunks: tuple[Chunks, ...]) -> bool:
         """Order a save of the chunks; False without chunks or room."""

@@ -68,6 +68,7 @@ class Link:
         self._client: Client | None = client  # guarded by _changed
         self._state = State.UP  # guarded by _changed
         self._num_calls = 0  # guarded by _changed
+        self._has_abandoned = False  # written by whoever ends a client, one at a time
         self._watcher: threading.Thread | None = None  # guarded by _changed
 
     @property
@@ -109,8 +110,8 @@ class Link:
     def close(self) -> bool:
         """Refuse calls, wait for those in flight and end the client; idempotent.
 
-        False where they did not return within ``timeout_s``: the client is left to them, and
-        the memory has to stay registered.
+        False where some did not return within ``timeout_s``, now or when another client took over:
+        theirs is left to them, and the memory has to stay registered.
         """
         with self._changed:
             self._state = State.CLOSED
@@ -118,7 +119,7 @@ class Link:
             self._changed.notify_all()
         if watcher is not None:
             watcher.join(self._timeout_s)
-        return self._end_client()
+        return self._end_client() and not self._has_abandoned
 
     def _end_client(self) -> bool:
         """Close the client once its calls have ended; False where that takes too long."""
@@ -129,6 +130,7 @@ class Link:
             return True
         if not is_idle:
             _abandoned.append((client, self._memory))
+            self._has_abandoned = True
             self._counts.add("clients_abandoned")
             logger.error("a Mooncake client is stuck in a call; it is left behind")
             return False

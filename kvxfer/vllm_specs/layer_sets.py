@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from vllm.distributed.utils import get_pp_indices
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     MambaSpec,
@@ -89,12 +90,12 @@ def layer_sets(
     ConfigError for a ``store_tp`` that cannot cut the heads, UnsupportedError for a cache that is
     neither attention nor a recurrent state.
     """
-    num_target_layers = _num_layers(vllm_config.model_config)
+    target_layers = _target_layers(vllm_config, place)
     drafts = vllm_config.speculative_config is not None
     found: dict[str, tuple[bool, Any, list[str]]] = {}
     for layer in group.layer_names:
         spec = _layer_spec(group.kv_cache_spec, layer)
-        is_draft = drafts and _is_draft_layer(layer, num_target_layers)
+        is_draft = drafts and _is_draft_layer(layer, target_layers)
         _, _, layers = found.setdefault(f"{is_draft} {spec}", (is_draft, spec, []))
         layers.append(layer)
     return [
@@ -234,9 +235,21 @@ def _num_layers(model: ModelConfig) -> int:
     return int(model.hf_text_config.num_hidden_layers)
 
 
-def _is_draft_layer(name: str, num_target_layers: int) -> bool:
-    """Whether a layer belongs to the drafter: by its name, or numbered past the target's."""
+def _target_layers(vllm_config: VllmConfig, place: RankPlace) -> range:
+    """Return the numbers of the target's layers from the first of this rank's stage on.
+
+    vLLM numbers a drafter's layers from the number of layers of the last stage, which may be that
+    of a layer of a stage before.
+    """
+    num_layers = _num_layers(vllm_config.model_config)
+    num_stages = vllm_config.parallel_config.pipeline_parallel_size
+    first = get_pp_indices(num_layers, place.pp_rank, num_stages)[0] if num_stages > 1 else 0
+    return range(first, num_layers)
+
+
+def _is_draft_layer(name: str, target_layers: range) -> bool:
+    """Whether a layer belongs to the drafter: by its name, or not numbered as a target's."""
     match = _LAYER_IDX.search(f".{name}")
     return bool(_DRAFT_NAME.search(name)) or (
-        match is not None and int(match[1]) >= num_target_layers
+        match is not None and int(match[1]) not in target_layers
     )

@@ -1,30 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine's groups, layout and key names from its arguments alone: no engine, no weights.
 
-For tools. The model's layers are made on torch's meta device, as the first rank would make them;
-what they say of their cache then goes the way that vLLM's core takes it, over a few blocks.
+For tools. Each pipeline stage's layers are made as its first rank would make them (see
+``offline_layers``); what they say of their cache then goes the way that vLLM's core takes it, over
+a few blocks, and comes back to every rank of every stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+import copy
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
-import vllm.distributed.parallel_state as parallel_state
 import vllm.v1.worker.utils as worker_utils
 from vllm import SamplingParams
-from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
+from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.platforms import current_platform
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backends.utils import (
     get_supported_kv_cache_layouts,
     resolve_kv_cache_layout,
@@ -39,9 +36,10 @@ from vllm.v1.request import Request
 
 from kvxfer.blocks import BlockLayout
 from kvxfer.config import KVXferConfig
-from kvxfer.errors import UnsupportedError
 from kvxfer.vllm_specs.engine import EngineFacts, check_version, read_config, read_engine
 from kvxfer.vllm_specs.names import ValueNames, content_format, name_values
+from kvxfer.vllm_specs.offline_layers import refuse_what_takes_an_engine, stage_layers
+from kvxfer.vllm_specs.ranks import RankPlace, StageRanks
 from kvxfer.vllm_specs.tensors import regions
 
 if TYPE_CHECKING:
@@ -52,31 +50,40 @@ NUM_BLOCKS = 16
 """Of the cache that the layout is read from: enough for a state and a window of every group."""
 MEMORY_BYTES = 1 << 50
 """What vLLM is told of the memory: the blocks are few whatever it says."""
-_SIZES: dict[str, Callable[[Any], int]] = {
-    "_WORLD": lambda parallel: parallel.world_size,
-    "_TP": lambda parallel: parallel.tensor_parallel_size,
-    "_EP": lambda parallel: parallel.tensor_parallel_size,
-    "_DCP": lambda parallel: parallel.decode_context_parallel_size,
-    "_PCP": lambda parallel: getattr(parallel, "prefill_context_parallel_size", 1),
-    "_PP": lambda parallel: 1,
-    "_DP": lambda parallel: 1,
-}
-"""vLLM's process groups by the name of their variable, and how many ranks each has."""
 
 
-class NotDescribedError(UnsupportedError):
-    """The engine can be served, and cannot be described without its ranks or its drafter."""
+@dataclass(frozen=True, slots=True)
+class OfflineRank:
+    """One rank as its worker would see it once its caches are registered."""
+
+    facts: EngineFacts
+    layout: BlockLayout
+    names: ValueNames
 
 
 @dataclass(frozen=True, slots=True)
 class OfflineEngine:
-    """An engine as its first rank would see it."""
+    """An engine as its ranks would see it; ``facts``, ``layout`` and ``names`` are the first's."""
 
     vllm_config: VllmConfig
     config: KVXferConfig
-    facts: EngineFacts
-    layout: BlockLayout
-    names: ValueNames
+    ranks: tuple[OfflineRank, ...]
+    """Every rank, in the engine's order: by pipeline stage first."""
+
+    @property
+    def facts(self) -> EngineFacts:
+        """The engine as its first rank, which answers lookups, sees it."""
+        return self.ranks[0].facts
+
+    @property
+    def layout(self) -> BlockLayout:
+        """How the first rank's blocks lie."""
+        return self.ranks[0].layout
+
+    @property
+    def names(self) -> ValueNames:
+        """What the first rank's keys are made of."""
+        return self.ranks[0].names
 
     def block_hashes(self, token_ids: Sequence[int]) -> list[bytes]:
         """Return the hashes that vLLM gives a plain prompt: no adapter, image or salt."""
@@ -92,104 +99,103 @@ class OfflineEngine:
 def describe_engine(arguments: Mapping[str, Any]) -> OfflineEngine:
     """Describe the engine of vLLM's ``EngineArgs`` ``arguments``, ``kv_transfer_config`` included.
 
-    ``NotDescribedError`` for pipeline stages and drafters, which take an engine. Else raises what
+    ``NotDescribedError`` for what takes an engine (see ``offline_layers``). Else raises what
     start-up would: ``UnsupportedError`` or ``ConfigError`` of ours, and whatever vLLM raises for
     arguments and models that it does not take. For a process of its own: it replaces vLLM's
     process groups.
     """
     check_version(vllm.__version__)
     vllm_config = EngineArgs(**arguments).create_engine_config()
-    _refuse_what_takes_ranks(vllm_config)
+    refuse_what_takes_an_engine(vllm_config)
     config = read_config(vllm_config)
-    _stand_alone(vllm_config.parallel_config)
+    num_stages = vllm_config.parallel_config.pipeline_parallel_size
+    stages = [_Stage.make(vllm_config, stage) for stage in range(num_stages)]
+    layout = _resolve_layout(stages)
+    ranks = [
+        rank
+        for stage, kv_cache_config in zip(stages, _cache_configs(stages), strict=True)
+        for rank in _ranks(stage, kv_cache_config, layout, config)
+    ]
+    return OfflineEngine(stages[0].vllm_config, config, tuple(ranks))
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """One pipeline stage: its ranks' copy of the configuration, and the layers made from it."""
+
+    number: int
+    vllm_config: VllmConfig
+    layers: Mapping[str, Any]
+    specs: dict[str, KVCacheSpec]
+
+    @classmethod
+    def make(cls, vllm_config: VllmConfig, number: int) -> _Stage:
+        """Make the layers in a copy of the engine's configuration, as each worker has one."""
+        own = copy.deepcopy(vllm_config)
+        with set_current_vllm_config(own):
+            layers = stage_layers(own, number)
+            specs = {name: spec for name, layer in layers.items() if (spec := _spec(layer, own))}
+        return cls(number, own, layers, specs)
+
+
+def _resolve_layout(stages: Sequence[_Stage]) -> Any:
+    """Have every stage know the one layout on which the engine's core settles."""
+    supported = []
+    for stage in stages:
+        backends = list(dict.fromkeys(each.get_attn_backend() for each in stage.layers.values()))
+        with set_current_vllm_config(stage.vllm_config):
+            supported.append([layout.name for layout in get_supported_kv_cache_layouts(backends)])
+    specs = [spec for stage in stages for spec in stage.specs.values()]
+    core = stages[0].vllm_config
+    layout = resolve_kv_cache_layout(core, supported, specs)
+    for stage in stages[1:]:
+        stage.vllm_config.cache_config.kv_cache_layout = core.cache_config.kv_cache_layout
+    return layout
+
+
+def _cache_configs(stages: Sequence[_Stage]) -> list[KVCacheConfig]:
+    """Return the groups of the model's cache, over a few blocks, as each stage is told them."""
+    core = stages[0].vllm_config  # with one rank the core has the very configuration of its worker
+    core.cache_config.num_gpu_blocks_override = NUM_BLOCKS
+    core.model_config.max_model_len = 1  # else a long model does not fit into them
+    memory = [MEMORY_BYTES] * len(stages)
+    with set_current_vllm_config(core):
+        configs = get_kv_cache_configs(core, [stage.specs for stage in stages], memory)
+    for stage, kv_cache_config in zip(stages, configs, strict=True):
+        _settle_block_sizes(stage.vllm_config, kv_cache_config)
+    return list(configs)
+
+
+def _ranks(
+    stage: _Stage, kv_cache_config: KVCacheConfig, layout: Any, config: KVXferConfig
+) -> Iterator[OfflineRank]:
+    """Yield the ranks of a stage in the engine's order; their tensors are alike."""
+    vllm_config = stage.vllm_config
     with set_current_vllm_config(vllm_config):
-        _make_layers(vllm_config)
-        kv_cache_config, kv_caches = _make_cache(vllm_config)
-    facts = read_engine(vllm_config, kv_cache_config, config)
-    layout = BlockLayout.from_regions(
-        regions(facts, kv_caches),
-        value_order=config.value_order,
-        head_shard={i: s.heads_per_shard for i, s in enumerate(facts.layer_sets)},
-        num_blocks=facts.num_blocks,
-    )
+        _tell_layers_their_format(vllm_config, kv_cache_config, stage.layers)
+        tensors = worker_utils.allocate_kv_cache(kv_cache_config, torch.device("cpu"), layout)
+    sizes = StageRanks.of(vllm_config)
+    names = None
+    for pcp_rank, tp_rank in itertools.product(range(sizes.pcp_size), range(sizes.tp_size)):
+        place = RankPlace(tp_rank, stage.number, pcp_rank)
+        facts = read_engine(vllm_config, kv_cache_config, config, place)
+        blocks = BlockLayout.from_regions(
+            regions(facts, tensors),
+            value_order=config.value_order,
+            head_shard={i: s.heads_per_shard for i, s in enumerate(facts.layer_sets)},
+            num_blocks=facts.num_blocks,
+        )
+        if names is None:  # it reads the checkpoint, and ranks of a stage name alike
+            names = _names(vllm_config, facts, config, blocks.value_order)
+        yield OfflineRank(facts, blocks, names)
+
+
+def _names(
+    vllm_config: VllmConfig, facts: EngineFacts, config: KVXferConfig, value_order: str
+) -> ValueNames:
     layers = [name for layer_set in facts.layer_sets for name in layer_set.layers]
-    names = name_values(
-        vllm_config,
-        facts,
-        config,
-        value_order=layout.value_order,
-        content_format=content_format(vllm_config, layers),
-    )
-    return OfflineEngine(vllm_config, config, facts, layout, names)
-
-
-def _refuse_what_takes_ranks(vllm_config: VllmConfig) -> None:
-    """Raise ``NotDescribedError`` for layers that the first rank's own model does not have."""
-    if vllm_config.parallel_config.pipeline_parallel_size > 1:
-        raise NotDescribedError(
-            "an engine with pipeline stages cannot be described without starting it"
-        )
-    speculative = vllm_config.speculative_config
-    if speculative is not None and not _is_ngram(speculative):
-        raise NotDescribedError(
-            "an engine with a drafter cannot be described without starting it: describe it without "
-            "speculative_config; the target's layers have the same keys"
-        )
-
-
-def _is_ngram(speculative: Any) -> bool:
-    return "ngram" in str(speculative.method)
-
-
-def _stand_alone(parallel: Any) -> None:
-    """Have layers meet process groups of the right size in which nobody else can be talked to."""
-    for variable, size_of in _SIZES.items():
-        setattr(parallel_state, variable, _group_of(size_of(parallel)))
-
-
-def _group_of(size: int) -> SimpleNamespace:
-    """Return what layers read of a process group, as its first rank."""
-    members = SimpleNamespace(size=lambda: size, rank=lambda: 0)
-    return SimpleNamespace(
-        world_size=size,
-        rank=0,
-        rank_in_group=0,
-        local_rank=0,
-        ranks=list(range(size)),
-        first_rank=0,
-        last_rank=size - 1,
-        is_first_rank=True,
-        is_last_rank=size == 1,
-        device_group=members,
-        cpu_group=members,
-        device_communicator=None,
-        use_device_communicator=False,
-    )
-
-
-def _make_layers(vllm_config: VllmConfig) -> None:
-    """Make the model, which enters its layers in the configuration; its weights take no memory."""
-    with ExitStack() as stack:
-        stack.enter_context(set_default_torch_dtype(vllm_config.model_config.dtype))
-        stack.enter_context(torch.device("meta"))
-        initialize_model(vllm_config)
-    current_platform.update_block_size_for_backend(vllm_config)
-
-
-def _make_cache(vllm_config: VllmConfig) -> tuple[KVCacheConfig, dict[str, torch.Tensor]]:
-    """Return the groups of the model's cache and one tensor a layer, as a worker registers them."""
-    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
-    specs = {name: spec for name, layer in layers.items() if (spec := _spec(layer, vllm_config))}
-    backends = list(dict.fromkeys(layer.get_attn_backend() for layer in layers.values()))
-    names = [layout.name for layout in get_supported_kv_cache_layouts(backends)]
-    layout = resolve_kv_cache_layout(vllm_config, [names], specs.values())
-    vllm_config.cache_config.num_gpu_blocks_override = NUM_BLOCKS
-    vllm_config.model_config.max_model_len = 1  # else a long model does not fit into them
-    (kv_cache_config,) = get_kv_cache_configs(vllm_config, [specs], [MEMORY_BYTES])
-    _settle_block_sizes(vllm_config, kv_cache_config)
-    _tell_layers_their_format(vllm_config, kv_cache_config, layers)
-    tensors = worker_utils.allocate_kv_cache(kv_cache_config, torch.device("cpu"), layout)
-    return kv_cache_config, tensors
+    content = content_format(vllm_config, layers)
+    return name_values(vllm_config, facts, config, value_order=value_order, content_format=content)
 
 
 def _spec(layer: Any, vllm_config: VllmConfig) -> KVCacheSpec | None:

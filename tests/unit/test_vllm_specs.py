@@ -478,6 +478,25 @@ def test_drafter_layers_are_a_set_of_their_own(vllm_config):
     assert len(with_drafter) == 2 * len(plain)
 
 
+def test_drafter_layers_behind_stages_are_known_by_numbers_of_a_stage_before(
+    vllm_config, monkeypatch
+):
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "3,1")
+    vllm_config.model_config.hf_config.num_hidden_layers = 4
+    vllm_config.parallel_config.pipeline_parallel_size = 2
+    vllm_config.speculative_config = type(
+        "Speculative", (), {"draft_model_config": vllm_config.model_config, "use_eagle": bool}
+    )()
+    layers = ["model.layers.3.self_attn.attn", "model.layers.1.self_attn.attn"]
+    config = KVXferConfig.from_extra({}, {})
+    last_stage = RankPlace(0, pp_rank=1)
+    facts = read_engine(vllm_config, cache_config(layers=layers), config, last_stage)
+    assert {each.layers: each.is_draft for each in facts.layer_sets} == {
+        (layers[0],): False,
+        (layers[1],): True,
+    }
+
+
 # Refusals
 
 

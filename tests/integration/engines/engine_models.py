@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiny model of the engine tests, and prompts for it."""
+"""The tiny model of the engine tests, its drafter, and prompts for it."""
+
+import json
 
 import numpy as np
 
@@ -12,6 +14,25 @@ BLOCK_TOKENS = 32
 def write_tiny_llama(folder):
     """Write the checkpoint, 3 MB, whose outputs depend on the KV cache; return its folder."""
     write_llama(folder, TINY)
+    return folder
+
+
+def write_tiny_drafter(folder, target):
+    """Write an EAGLE drafter for the tiny model: its first layer, and a matrix before it."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    config = json.loads((target / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    weights = {
+        name.removeprefix("model."): tensor.clone()
+        for name, tensor in load_file(target / "model.safetensors").items()
+        if name.startswith("model.layers.0.") and "input_layernorm" not in name
+    }
+    random = torch.Generator().manual_seed(3)
+    hidden = TINY.hidden_size
+    weights["fc.weight"] = torch.randn(hidden, 2 * hidden, generator=random) / hidden**0.5
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cold against warm under speculative decoding: drafts change neither tokens nor what is stored."""
 
-import json
-
 import pytest
 from engine_checks import assert_loads_matter, compute_again
-from engine_models import BLOCK_TOKENS, TINY, loadable
+from engine_models import BLOCK_TOKENS, loadable, write_tiny_drafter
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -19,24 +17,7 @@ NGRAM = (
 
 @pytest.fixture(scope="module")
 def draft_model(tiny_llama, tmp_path_factory):
-    """Return an EAGLE drafter for the tiny model: its first layer, and a matrix before it."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    folder = tmp_path_factory.mktemp("eagle")
-    config = json.loads((tiny_llama / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
-    target = load_file(tiny_llama / "model.safetensors")
-    weights = {
-        name.removeprefix("model."): tensor.clone()
-        for name, tensor in target.items()
-        if name.startswith("model.layers.0.") and "input_layernorm" not in name
-    }
-    random = torch.Generator().manual_seed(3)
-    hidden = TINY.hidden_size
-    weights["fc.weight"] = torch.randn(hidden, 2 * hidden, generator=random) / hidden**0.5
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return write_tiny_drafter(tmp_path_factory.mktemp("eagle"), tiny_llama)
 
 
 @pytest.fixture(scope="module")

@@ -74,17 +74,19 @@ def test_copy_engine_needs_no_device_memory(gpu):
     assert gpu.cupy.launches == []
 
 
-def test_lane_of_a_batch_that_was_refused_is_used_again(gpu):
+@pytest.mark.parametrize("kind", ["pack", "unpack"])
+def test_kernels_copy_all_that_comes_after_a_batch_that_was_refused(gpu, kind):
+    """On the same lanes: there is one of each kind."""
     rank = Rank(gpu, dma_from_bytes=1)
-    runtime = gpu.cupy.cuda.runtime
+    gpu.cupy.cuda.runtime.refused = 0
     with rank.staging.acquire(0) as slot:
-        for call in (rank.mover.pack, rank.mover.unpack):
-            runtime.refused = len(runtime.calls)
-            with pytest.raises(CopyEngineError):
-                call(*rank.job([1], slot))
-            runtime.refused = None
+        with pytest.raises(CopyEngineError):
+            getattr(rank.mover, kind)(*rank.job([1], slot))
         rank.mover.pack(*rank.job([2], slot)).wait()
         assert bytes(slot.buffer[:BLOCK_BYTES]) == rank.content[2].tobytes()
+        rank.mover.unpack(*rank.job([3], slot))
+    assert np.array_equal(rank.cache.array[3], rank.content[2])
+    assert gpu.cupy.cuda.runtime.calls == []
 
 
 def clock_of(mover, by_engine_s):

@@ -24,6 +24,7 @@ ANSWER = {
             "group": 0,
             "kind": "full",
             "block_tokens": 16,
+            "eagle_tokens": 0,
             "stored": [True] * 6,
             "needed": [True] * 2,
         },
@@ -31,6 +32,7 @@ ANSWER = {
             "group": 1,
             "kind": "sliding_window",
             "block_tokens": 16,
+            "eagle_tokens": 0,
             "stored": [True, True, False, False, False, False],
             "needed": [False, True],
         },
@@ -94,6 +96,16 @@ def test_explain_says_sentence_and_groups(asked, tmp_path, ids):
     assert "group 1 (sliding_window) stored to 32, offered 32, blocks of 16" in result.stdout
     assert asked[0]["token_ids"] == [1, 2, 3]
     assert asked[0]["arguments"]["model"] == str(tmp_path.resolve())
+
+
+def test_explain_says_what_a_group_gives_back(monkeypatch, tmp_path, ids):
+    groups = [{**ANSWER["groups"][0], "eagle_tokens": 16}, ANSWER["groups"][1]]
+    monkeypatch.setattr(explain, "ask", lambda question: {**ANSWER, "groups": groups})
+    lines = run(tmp_path, "--token-ids", str(ids)).stdout.splitlines()
+    eagle = [line for line in lines if "EAGLE" in line]
+    assert eagle == [
+        "group 0 (full) stored to 96, offered 96, blocks of 16 tokens, gives 16 back for EAGLE"
+    ]
 
 
 def test_explain_passes_text_on(asked, tmp_path):

@@ -5,6 +5,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import torch
 from vllm import SamplingParams
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.lora.request import LoRARequest
@@ -35,15 +36,14 @@ def make():
 
 @pytest.fixture
 def make_request():
-    init_none_hash(sha256)
-
-    def make_request(num_tokens=150, first=0, **facts):
+    def make_request(num_tokens=150, first=0, hash_function=sha256, **facts):
+        init_none_hash(hash_function)
         return Request(
             "a",
-            [first + i for i in range(num_tokens)],
+            None if num_tokens is None else [first + i for i in range(num_tokens)],
             SamplingParams(),
             None,
-            block_hasher=get_request_block_hasher(HASH, sha256),
+            block_hasher=get_request_block_hasher(HASH, hash_function),
             **facts,
         )
 
@@ -52,7 +52,7 @@ def make_request():
 
 def save(events, request, job_id, *ends, group=0, start=0):
     """Order a save of the blocks that end at these tokens, of all that the step computed."""
-    events.note(request, start, request.num_tokens)
+    events.note([(request, start, request.num_tokens // HASH * HASH)])
     hashes = {bytes(request.block_hashes[end // HASH - 1]): end for end in ends}
     events.ordered([SaveSpec(job_id, 0, (Chunks.of(group, hashes),))])
 
@@ -134,6 +134,39 @@ def test_field_that_an_older_vllm_lacks_is_left_out(make, make_request, monkeypa
     assert events.take()[0].locality is None
 
 
+def test_prompt_embeddings_are_told(make, make_request):
+    events = make()
+    request = make_request(num_tokens=None, prompt_embeds=torch.ones(32, 4))
+    save(events, request, 1, 16, 32)
+    events.ended({1: 1}, ())
+    keys = [event.extra_keys for event in events.take()]
+    assert [len(each) for each in keys] == [1, 1]
+    assert all(isinstance(digest, bytes) for ((digest,),) in keys)
+
+
+def short_hash(value):
+    """Return a hash of half the length, as some of vLLM's are."""
+    return sha256(value)[:16]
+
+
+@pytest.mark.parametrize("hash_function", [sha256, short_hash])
+@pytest.mark.parametrize("as_numbers", ["0", "1"], ids="as_numbers={}".format)
+def test_hashes_are_published_as_vllm_does(
+    make, make_request, monkeypatch, hash_function, as_numbers
+):
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", as_numbers)
+    events, request = make(), make_request(hash_function=hash_function)
+    hashes = list(map(maybe_convert_block_hash, request.block_hashes))
+    assert {type(each) for each in hashes} == {int if as_numbers == "1" else bytes}
+    save(events, request, 1, 48, 64)
+    events.ended({1: 1}, ())
+    events.reset(is_empty=True)
+    *stored, removed = events.take()
+    assert [event.block_hashes for event in stored] == [[hashes[2]], [hashes[3]]]
+    assert [event.parent_block_hash for event in stored] == hashes[1:3]
+    assert removed.block_hashes == hashes[2:4]
+
+
 def test_block_is_told_of_by_the_last_rank(make, make_request):
     events = make(num_ranks=3)
     save(events, make_request(), 1, 16, 32)
@@ -159,8 +192,7 @@ def test_save_that_any_rank_failed_is_not_told_of(make, make_request, failed_fir
 
 def test_saves_of_one_step_keep_to_themselves(make, make_request):
     events, one, other = make(), make_request(), make_request(first=1000)
-    for request in (one, other):
-        events.note(request, 0, 32)
+    events.note((request, 0, 32) for request in (one, other))
     hashes = [{bytes(request.block_hashes[0]): 7} for request in (one, other)]
     events.ordered(SaveSpec(job, 0, (Chunks.of(0, h),)) for job, h in enumerate(hashes))
     events.ended({1: 1}, ())
@@ -169,11 +201,27 @@ def test_saves_of_one_step_keep_to_themselves(make, make_request):
     assert told(events) == [(BlockStored, 16)]
 
 
+@pytest.mark.parametrize(
+    "jobs", [[(0, 1), (2,)], [(0, 1, 2)], [(1, 2), (0,)], [(2, 1, 0)], [(0, 2), ()]], ids=str
+)
+def test_blocks_are_found_among_those_noted_whatever_job_they_are_in(make, make_request, jobs):
+    events = make()
+    requests = [make_request(first=1000 * number) for number in range(3)]
+    events.note((request, 16, 32) for request in requests)
+    hashes = [{bytes(requests[at].block_hashes[1]): 7 for at in job} for job in jobs]
+    events.ordered(SaveSpec(job, 0, (Chunks.of(0, each),)) for job, each in enumerate(hashes))
+    events.ended(dict.fromkeys(range(len(jobs)), 1), ())
+    assert told(events) == [(BlockStored, 1000 * at + 32) for job in jobs for at in job]
+
+
 def test_what_was_noted_is_forgotten_with_the_step(make, make_request):
     events, request = make(), make_request()
-    events.note(request, 0, 150)
+    events.note([(request, 0, 144)])
     events.ordered([])
-    assert events._noted == {}
+    save(events, request, 1, 64, start=32)
+    events.ordered([SaveSpec(2, 0, (Chunks.of(0, {bytes(request.block_hashes[0]): 7}),))])
+    events.ended({1: 1, 2: 1}, ())
+    assert told(events) == [(BlockStored, 64)]
 
 
 def test_saves_beyond_the_bound_are_dropped_and_counted(make, make_request):
@@ -206,6 +254,20 @@ def test_lost_block_that_was_told_of_is_removed_once(make, make_request):
     assert isinstance(removed, BlockRemoved)
     assert removed.block_hashes == [maybe_convert_block_hash(request.block_hashes[0])]
     assert (removed.group_idx, removed.medium, removed.locality) == (0, "LMDB", "LOCAL")
+
+
+def test_blocks_lost_together_are_removed_by_one_event_a_group(make, make_request):
+    events, request = make(), make_request()
+    save(events, request, 1, 16, 32, 48)
+    save(events, request, 2, 64, 128, group=1)
+    events.ended({1: 1, 2: 1}, ())
+    events.take()
+    lost = [(0, 16), (1, 128), (0, 48), (1, 64)]
+    events.lost([key_of(request, end, group) for group, end in lost])
+    assert [(event.group_idx, event.block_hashes) for event in events.take()] == [
+        (group, [maybe_convert_block_hash(request.block_hashes[end // HASH - 1]) for end in ends])
+        for group, ends in [(0, (16, 48)), (1, (128, 64))]
+    ]
 
 
 def test_block_that_is_lost_while_it_is_saved_is_not_told_of(make, make_request):
@@ -284,15 +346,43 @@ def test_reset_that_emptied_nothing_removes_nothing(make, make_request):
 
 
 def test_after_more_blocks_than_are_remembered_a_reset_clears_everything(make, make_request):
-    events, request = make(max_told=2), make_request()
-    save(events, request, 1, 16, 32, 48)
-    events.ended({1: 1}, ())
-    assert len(events._told) == 2
+    events, request = make(max_told=4), make_request()
+    for job, ends in enumerate([(16, 32), (48, 64), (80, 96), (112, 128)]):
+        save(events, request, job, *ends)
+        events.ended({job: 1}, ())
+        assert sum(map(len, events._told.by_group())) <= 4
     events.take()
+    events.lost([key_of(request, 16), key_of(request, 128)])
+    assert [len(event.block_hashes) for event in events.take()] == [1], "the first is forgotten"
     events.reset(is_empty=True)
     assert [type(event) for event in events.take()] == [AllBlocksCleared]
-    save(events, request, 2, 16)
-    events.ended({2: 1}, ())
+    save(events, request, 9, 16)
+    events.ended({9: 1}, ())
     events.take()
     events.reset(is_empty=True)
     assert [type(event) for event in events.take()] == [BlockRemoved]
+
+
+def test_up_to_the_bound_nothing_is_forgotten(make, make_request):
+    events, request = make(max_told=4), make_request()
+    for job, end in enumerate([16, 32, 48, 64]):
+        save(events, request, job, end)
+        events.ended({job: 1}, ())
+    events.take()
+    events.reset(is_empty=True)
+    (removed,) = events.take()
+    assert len(removed.block_hashes) == 4
+
+
+def test_block_told_of_again_is_removed_once(make, make_request):
+    events, request = make(max_told=4), make_request()
+    for job, end in enumerate([16, 32, 48, 16]):
+        save(events, request, job, end)
+        events.ended({job: 1}, ())
+    events.take()
+    for _ in range(2):
+        events.lost([key_of(request, 16)])
+    assert len(events.take()) == 1
+    events.reset(is_empty=True)
+    (removed,) = events.take()
+    assert len(removed.block_hashes) == 2

@@ -9,6 +9,7 @@ import time
 import pytest
 from mooncake_fakes import FakeNative, fake_module, open_fake
 
+from kvxfer.errors import StoreError
 from kvxfer.stores import Outcome
 from kvxfer.stores.mooncake_client import Client
 from kvxfer.stores.mooncake_counts import Counts
@@ -122,6 +123,23 @@ def test_close_leaves_a_client_that_is_stuck_to_its_call(monkeypatch):
     assert site.natives[0].calls["close"] == []
 
 
+def test_close_leaves_the_memory_to_a_client_that_was_left_behind_before(monkeypatch):
+    site = Site(monkeypatch, timeout_s=0.05)
+
+    def refuse():
+        raise StoreError("not now")
+
+    monkeypatch.setattr(site.link, "_connect", refuse)
+    with site.link.call():
+        site.natives[0].scripts["exists"] = lambda names: [-900]
+        site.lose_master()
+        while "clients_abandoned" not in site.counts.snapshot():
+            assert site.link.state is State.DOWN
+        assert not site.link.close()
+    assert not site.link.close()
+    assert site.natives[0].calls["close"] == []
+
+
 def test_close_ends_the_watch(site):
     site.is_reachable = False
     site.lose_master()
@@ -144,6 +162,27 @@ def test_a_store_answers_at_once_while_the_master_is_gone(monkeypatch):
     assert len(native.calls["exists"]) == num_calls
     assert store.stats().counters["exists_failed"] == 3
     store.close()
+
+
+def test_a_call_of_many_parts_ends_where_the_store_is_closed(monkeypatch):
+    native = FakeNative()
+    store = open_fake(monkeypatch, native, "batch_keys=1")
+    closing = threading.Thread(target=store.close)
+
+    def get(names, ptrs, sizes):
+        closing.start()
+        while store._link.state is not State.CLOSED:
+            assert closing.is_alive()
+        return ...
+
+    native.values = {"0": b"a", "1": b"b"}
+    native.scripts["get"] = get
+    targets = [bytearray(1), bytearray(1)]
+    outcomes = store.get_into([b"0", b"1"], list(map(memoryview, targets)))
+    assert outcomes == [Outcome.OK, Outcome.FAILED]
+    assert targets == [b"a", b"\0"]
+    closing.join(10)
+    assert len(native.calls["get"]) == len(native.calls["close"]) == 1
 
 
 def test_a_call_of_many_parts_ends_where_the_master_is_lost(monkeypatch):
