@@ -39,6 +39,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "With something wrong": (
         "kvxfer doctor --config wrong.json",
         "kvxfer demo --prompts 0",
+        "kvxfer demo --model org/name",
         "kvxfer explain --prompt hello",
         "kvxfer store list --store lmdb:///tmp/kv?capacty=8GiB",
         "kvxfer stats --url http://127.0.0.1:1/metrics",

@@ -7,6 +7,7 @@
     deployment       --config and --model: vLLM's arguments, and our connectors among them
 
     demo             the main job on real engines: save in one process, load in another
+      demo_model     the model: where it lies, how it is cached, how long prompts may be
       checkpoint     a small Llama with real-sized random weights, made on the spot
       engine_job     what an engine process has to do, and its settings
       engine_client  runs one engine process, passes on its progress, ends it in any case

@@ -11,7 +11,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from kvxfer.cli.demo import MIN_PROMPT_TOKENS, DemoOptions, run_demo
+from kvxfer.cli.demo import DemoOptions, run_demo
+from kvxfer.cli.demo_model import MIN_PROMPT_TOKENS, find_model
 from kvxfer.cli.deployment import read_deployment
 from kvxfer.cli.explain import read_token_ids, run_explain
 from kvxfer.cli.failures import failures_end_the_command
@@ -59,13 +60,18 @@ def kvxfer() -> None:
 @app.command()
 def demo(
     model: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            help="Folder with a Hugging Face checkpoint. Default: a small Llama with real-sized "
-            "random weights (about 205 MB), made on the spot; nothing is downloaded.",
-            exists=True,
-            file_okay=False,
-            resolve_path=True,
+            help="Folder with a Hugging Face checkpoint, or the name of one in the Hub's cache. "
+            "Default: a small Llama with real-sized random weights (about 205 MB), made on the "
+            "spot; nothing is downloaded.",
+            metavar="FOLDER_OR_NAME",
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Type to compute in. Default: the model's own; float32 for the small Llama."
         ),
     ] = None,
     store: Annotated[
@@ -77,8 +83,12 @@ def demo(
         ),
     ] = None,
     prompt_tokens: Annotated[
-        int, typer.Option(min=MIN_PROMPT_TOKENS, help="Tokens in each prompt.")
-    ] = 1500,
+        int | None,
+        typer.Option(
+            min=MIN_PROMPT_TOKENS,
+            help="Tokens in each prompt. Default: 1,500, or what the model takes.",
+        ),
+    ] = None,
     prompts: Annotated[int, typer.Option(min=1, help="Number of prompts.")] = 4,
     keep: Annotated[
         bool, typer.Option("--keep", help="Keep the model, the stored values and the logs.")
@@ -90,12 +100,23 @@ def demo(
     Engine B, a new process on the same store, meets the same prompts, loads the cache and
     computes only the rest. Then a table: prompt tokens, tokens that hit the store, time to the
     first token cold (A) and warm (B), bytes and GB/s moved, and whether the outputs of both are
-    identical. Both run greedy and in float32, offline, on the CPU or what vLLM was built for.
+    identical. Both run greedy and offline, on the CPU or what vLLM was built for.
 
-    Exit code 1 if a token differs or nothing hit, with the reason and the path of vLLM's log.
+    With `--model`, engine A computes each prompt twice: outputs of B have to be those of a hit in
+    vLLM's own cache. Computed cold, a model may round otherwise.
+
+    Exit code 1 if a token differs or nothing hit, with the reason and the path of vLLM's log, and
+    where vLLM does not take the model or caches nothing of it; 2 for a model that is not there.
     """
+    with _sentences():
+        folder = None if model is None else find_model(model)
     options = DemoOptions(
-        model=model, store=store, prompt_tokens=prompt_tokens, num_prompts=prompts, keep=keep
+        model=folder,
+        dtype=dtype,
+        store=store,
+        prompt_tokens=prompt_tokens,
+        num_prompts=prompts,
+        keep=keep,
     )
     raise typer.Exit(run_demo(options, Console()))
 
@@ -153,8 +174,8 @@ def explain(
     loads. No engine has to run: the model's layers are made without weights, its key names and
     block hashes as its engine would make them, and the store is read without touching it. Give in
     `--config` every engine argument that differs from vLLM's defaults and changes the cache
-    (`dtype`, `kv_cache_dtype`, `block_size`, `tensor_parallel_size`, `quantization`): other
-    values, other keys.
+    (`dtype`, `kv_cache_dtype`, `block_size`, `tensor_parallel_size`, `pipeline_parallel_size`,
+    `quantization`, `speculative_config`): other values, other keys.
 
     Exit code 1 where the model, the configuration or the store cannot be read; a prompt that hits
     nothing is no failure.

@@ -14,11 +14,17 @@ from kvxfer.cli.engine_client import EngineReport, Moved, PromptResult
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Engine A computed ``prompt_tokens`` tokens in each prompt; engine B met the same prompts."""
+    """Engine A computed ``prompt_tokens`` tokens in each prompt; engine B met the same prompts.
+
+    The reference of a prompt is engine A's own hit of the same length, where it computed the
+    prompt again, else its cold run. A cold run goes through other chunks, which round otherwise:
+    ``rounds`` says that this may well change a token (types below float32).
+    """
 
     prompt_tokens: int
     cold: EngineReport
     warm: EngineReport
+    rounds: bool = False
 
     @property
     def hit_tokens(self) -> int:
@@ -33,6 +39,11 @@ class Comparison:
     def failures(self) -> list[str]:
         """Return why the demo failed, one sentence each; empty where it succeeded."""
         reasons = self._differences()
+        if reasons and self.rounds and self._num_cold:
+            reasons.append(
+                f"{self._num_cold} prompt(s) could be compared with a cold run alone, from which "
+                "rounding differs: --dtype float32 tells whether that is the reason"
+            )
         if stale := sum(prompt.hit_tokens for prompt in self.cold.prompts):
             reasons.append(
                 f"engine A found {stale} tokens in the store, so that it was no cold run"
@@ -59,14 +70,16 @@ class Comparison:
         table.add_row("saved", _moved(self.cold.saved))
         table.add_row("loaded", _moved(self.warm.loaded))
         table.add_row("largest logprob difference", f"{self._largest_logprob_difference():.1e}")
+        if self.cold.again:
+            table.add_row("compared with", self._reference_words())
         table.add_row("outputs identical", "yes" if self.outputs_identical else "NO")
         return table
 
     def _differences(self) -> list[str]:
         return [
             f"outputs differ: prompt {number}, output token {place}"
-            for number, (cold, warm) in enumerate(self._pairs(), start=1)
-            if (place := _first_difference(cold.tokens, warm.tokens)) is not None
+            for number, (reference, warm) in enumerate(self._pairs(), start=1)
+            if (place := _first_difference(reference.tokens, warm.tokens)) is not None
         ]
 
     def _largest_logprob_difference(self) -> float:
@@ -74,12 +87,35 @@ class Comparison:
         # in smaller matrices, which round otherwise.
         return max(
             abs(a - b)
-            for cold, warm in self._pairs()
-            for a, b in zip(cold.logprobs, warm.logprobs, strict=False)  # of the common length
+            for reference, warm in self._pairs()
+            for a, b in zip(reference.logprobs, warm.logprobs, strict=False)  # the common length
         )
 
     def _pairs(self) -> list[tuple[PromptResult, PromptResult]]:
-        return list(zip(self.cold.prompts, self.warm.prompts, strict=True))
+        """Return the reference of each prompt, and what engine B made of it."""
+        again = self.cold.again or self.cold.prompts
+        triples = zip(self.cold.prompts, again, self.warm.prompts, strict=True)
+        return [(local if _same_hit(local, w) else cold, w) for cold, local, w in triples]
+
+    @property
+    def _num_cold(self) -> int:
+        """Prompts whose reference is the cold run."""
+        return sum(not _same_hit(reference, warm) for reference, warm in self._pairs())
+
+    def _reference_words(self) -> str:
+        if self._num_cold == 0:
+            return "vLLM's own cache"
+        if self._num_cold == len(self.warm.prompts):
+            return "the cold run"
+        return f"vLLM's own cache ({self._num_cold} with the cold run)"
+
+
+def _same_hit(local: PromptResult, warm: PromptResult) -> bool:
+    """Whether vLLM's own cache gave one what the store gave the other."""
+    return warm.hit_tokens > 0 and (local.local_hit_tokens, local.hit_tokens) == (
+        warm.hit_tokens,
+        0,
+    )
 
 
 def _first_difference(cold: Sequence[int], warm: Sequence[int]) -> int | None:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The main job on real engines: engine A saves what it computed and ends, engine B loads it.
 
-The engines are separate processes that share nothing but the store; everything else is made on
-the spot: a small Llama with real-sized random weights, and random prompts.
+The engines are separate processes that share nothing but the store. The model is the user's, or a
+small Llama with real-sized random weights, made on the spot; prompts are random.
 """
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import os
 import secrets
 import shutil
@@ -19,33 +19,43 @@ from pathlib import Path
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 import kvxfer.stores
-from kvxfer.cli.checkpoint import DEMO_SHAPE, write_llama
 from kvxfer.cli.comparison import Comparison
+from kvxfer.cli.demo_model import (
+    FIRST_TOKEN,
+    OUTPUT_TOKENS,
+    DemoModel,
+    make_model,
+    read_model,
+)
 from kvxfer.cli.engine_client import EngineReport, run_engine
-from kvxfer.cli.engine_job import BLOCK_TOKENS, CORRUPT_VARIABLE, EngineJob
+from kvxfer.cli.engine_job import CORRUPT_VARIABLE, EngineJob
 from kvxfer.cli.local_pool import local_pool
-from kvxfer.errors import ConfigError, KvxferError
+from kvxfer.errors import KvxferError
 from kvxfer.keys import FORMAT
 
-OUTPUT_TOKENS = 16
 PROMPT_SEED = 1
 STORE_CAPACITY_BYTES = 1 << 30
+CHUNKS_IN_STORE = 64
+"""At least: an embedded store takes no value of a larger share of it."""
 LOCAL_POOL = "mooncake"
 """For ``store``: a Mooncake pool of this host, with a master of its own, ended with the demo."""
-MIN_PROMPT_TOKENS = BLOCK_TOKENS + 1
-"""One block to load and, as always, one token to compute."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOptions:
-    """What to run; ``model`` and ``store`` are made in a temporary folder where not given."""
+    """What to run; ``model`` and ``store`` are made in a temporary folder where not given.
+
+    ``dtype``, ``prompt_tokens``: None for what suits the model.
+    """
 
     model: Path | None = None
+    dtype: str | None = None
     store: str | None = None
-    prompt_tokens: int = 1500
+    prompt_tokens: int | None = None
     num_prompts: int = 4
     keep: bool = False
 
@@ -55,7 +65,7 @@ def run_demo(options: DemoOptions, console: Console) -> int:
     with _WorkFolder(options.keep) as folder:
         reasons = _run_in(folder.path, options, console)
         for reason in reasons:
-            console.print(f"[red]FAILED[/red]: {reason}", soft_wrap=True)
+            console.print(f"[red]FAILED[/red]: {escape(reason)}", soft_wrap=True, highlight=False)
         if reasons:
             folder.keep_logs = True
         if reasons or options.keep:
@@ -68,21 +78,8 @@ def run_demo(options: DemoOptions, console: Console) -> int:
 def random_prompts(num_prompts: int, prompt_tokens: int, vocab_size: int) -> list[list[int]]:
     """Return token ids without any period: a block at a wrong place changes the outputs."""
     random = np.random.default_rng(PROMPT_SEED)
-    ids = random.integers(3, vocab_size, (num_prompts, prompt_tokens))
+    ids = random.integers(FIRST_TOKEN, vocab_size, (num_prompts, prompt_tokens))
     return [[int(token) for token in row] for row in ids]
-
-
-def vocab_size_of(model: Path) -> int:
-    """Read the vocabulary size from a Hugging Face ``config.json``; ConfigError without one."""
-    path = model / "config.json"
-    try:
-        config = json.loads(path.read_text())
-        return int(config.get("text_config", config)["vocab_size"])
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f"no vocab_size in {path} ({error}); --model takes a folder with a Hugging Face "
-            "checkpoint (config.json and safetensors)"
-        ) from error
 
 
 def _run_in(folder: Path, options: DemoOptions, console: Console) -> list[str]:
@@ -99,49 +96,56 @@ def _compare_engines(options: DemoOptions, folder: Path, console: Console) -> Co
     if os.environ.get(CORRUPT_VARIABLE) == "1":
         console.print(f"{CORRUPT_VARIABLE}=1: values are damaged as they are saved")
     with _progress(console) as progress, ExitStack() as servers:
-        model = options.model
-        if model is None:
-            with _stage(progress, "making a small Llama with random weights", 1) as step:
-                model = folder / "model"
-                write_llama(model, DEMO_SHAPE)
-                step("made")
-        vocab_size = vocab_size_of(model)
+        model = _model(folder, options, progress)
+        prompt_tokens = model.prompt_tokens(options.prompt_tokens)
+        store_bytes = _store_bytes(model, options.num_prompts, prompt_tokens)
         cache_prefix = f"demo-{secrets.token_hex(8)}"  # unique: engine A is cold in any store
-        store = options.store or _store_in(folder, options)
+        store = options.store or f"lmdb://{folder / 'store'}?capacity={store_bytes}"
         if store == LOCAL_POOL:
             with _stage(progress, "starting a Mooncake master and its memory", 1) as step:
-                store = servers.enter_context(local_pool(folder, _store_bytes(options)))
+                store = servers.enter_context(local_pool(folder, store_bytes))
                 step("started")
         job = EngineJob(
-            model=str(model),
+            model=str(model.folder),
+            dtype=model.dtype,
             connector_settings={"store": store, "cache_prefix": cache_prefix},
-            prompts=random_prompts(options.num_prompts, options.prompt_tokens, vocab_size),
+            prompts=random_prompts(options.num_prompts, prompt_tokens, model.vocab_size),
             output_tokens=OUTPUT_TOKENS,
         )
+        # A user's model may compute otherwise in other chunks: vLLM's own hit is its reference.
+        first = dataclasses.replace(job, again=options.model is not None)
         try:
-            cold = _run("engine A: computes and saves", job, folder / "engine-a.log", progress)
+            cold = _run("engine A: computes and saves", first, folder / "engine-a.log", progress)
             warm = _run("engine B: loads", job, folder / "engine-b.log", progress)
         finally:
             if options.store not in (None, LOCAL_POOL) and not options.keep:
                 _remove_values(store, cache_prefix)
-    return Comparison(options.prompt_tokens, cold, warm)
+    return Comparison(prompt_tokens, cold, warm, rounds=model.dtype != "float32")
+
+
+def _model(folder: Path, options: DemoOptions, progress: Progress) -> DemoModel:
+    """Return the user's model, as vLLM describes it, or make our own."""
+    if options.model is None:
+        with _stage(progress, "making a small Llama with random weights", 1) as step:
+            model = make_model(folder / "model")
+            step("made")
+        return dataclasses.replace(model, dtype=options.dtype or model.dtype)
+    with _stage(progress, f"asking vLLM how {options.model.name} is cached", 1) as step:
+        model = read_model(options.model, options.dtype or "auto")
+        step("answered")
+    return model
 
 
 def _run(title: str, job: EngineJob, log: Path, progress: Progress) -> EngineReport:
-    # One step for the start, one for each prompt, one for the end.
-    with _stage(progress, title, len(job.prompts) + 2) as step:
+    # One step for the start, one for each time that a prompt is computed, one for the end.
+    with _stage(progress, title, len(job.prompts) * (1 + job.again) + 2) as step:
         return run_engine(job, log, step)
 
 
-def _store_in(folder: Path, options: DemoOptions) -> str:
-    """Return the URI of a store of our own."""
-    return f"lmdb://{folder / 'store'}?capacity={_store_bytes(options)}"
-
-
-def _store_bytes(options: DemoOptions) -> int:
+def _store_bytes(model: DemoModel, num_prompts: int, prompt_tokens: int) -> int:
     """Return twice what the prompts need of a store."""
-    tokens = options.num_prompts * (options.prompt_tokens + BLOCK_TOKENS)
-    return max(STORE_CAPACITY_BYTES, 2 * tokens * DEMO_SHAPE.kv_token_bytes)
+    needed = num_prompts * model.stored_bytes(prompt_tokens + OUTPUT_TOKENS)
+    return max(STORE_CAPACITY_BYTES, 2 * needed, CHUNKS_IN_STORE * model.chunk_bytes)
 
 
 def _remove_values(store: str, cache_prefix: str) -> None:
@@ -169,7 +173,7 @@ class _WorkFolder:
     def __exit__(self, *error: object) -> None:
         if self._keep:
             return
-        for name in ("model", "store") if self.keep_logs else (".",):
+        for name in ("model", "store") if self.keep_logs and self.logs else (".",):
             shutil.rmtree(self.path / name, ignore_errors=True)
 
     @property

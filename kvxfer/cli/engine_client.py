@@ -6,11 +6,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from kvxfer.errors import KvxferError
 
 ENGINE_TIMEOUT_S = 900.0
 PROGRAM = (sys.executable, "-m", "kvxfer.cli.engine_process")
+LAST_WORDS_CHARS = 400
+_ERROR = re.compile(r"^(?:\[\w+\]: )?(?:\w+\.)*(\w+(?:Error|Exception): .+)$", re.MULTILINE)
+"""The last line of a traceback; vLLM puts the rank before it."""
 
 
 class EngineProcessError(KvxferError, RuntimeError):
@@ -47,15 +51,22 @@ class PromptResult:
     logprobs: list[float]
     first_token_s: float
     hit_tokens: int
+    """Of the store."""
+    local_hit_tokens: int = 0
+    """Of vLLM's own cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """What one engine process did, prompts in the order of the job."""
+    """What one engine process did, prompts in the order of the job.
+
+    ``again``: each prompt computed once more, where the job asks for it, else empty.
+    """
 
     prompts: list[PromptResult]
     saved: Moved
     loaded: Moved
+    again: list[PromptResult] = field(default_factory=list)
 
 
 def run_engine(
@@ -89,7 +100,10 @@ def run_engine(
         process.wait()
     if status != 0 or not events or events[-1]["event"] != "done":
         ended = f"was killed after {timeout_s:g} s" if expired.is_set() else f"ended with {status}"
-        raise EngineProcessError(f"an engine {ended} before its job was done; see {log.name}")
+        words = "" if expired.is_set() else _last_error(log)
+        raise EngineProcessError(
+            f"an engine {ended} before its job was done{words}; see {log.name}"
+        )
     return _report(events)
 
 
@@ -123,10 +137,17 @@ def _converse(
         return events
 
 
+def _last_error(log: Path) -> str:
+    """Return the last exception that a log names, after a colon; empty where there is none."""
+    found = _ERROR.findall(log.read_text(errors="replace"))
+    return f": {found[-1].strip()[:LAST_WORDS_CHARS]}" if found else ""
+
+
 def _report(events: list[dict[str, Any]]) -> EngineReport:
-    prompts = [
-        PromptResult(e["tokens"], e["logprobs"], e["first_token_s"], e["hit_tokens"])
-        for e in events
-        if e["event"] == "prompt"
-    ]
-    return EngineReport(prompts, Moved(**events[-1]["saved"]), Moved(**events[-1]["loaded"]))
+    def results(kind: str) -> list[PromptResult]:
+        fields = [f.name for f in dataclasses.fields(PromptResult)]
+        found = [event for event in events if event["event"] == kind]
+        return [PromptResult(**{name: event[name] for name in fields}) for event in found]
+
+    saved, loaded = Moved(**events[-1]["saved"]), Moved(**events[-1]["loaded"])
+    return EngineReport(results("prompt"), saved, loaded, results("again"))

@@ -39,12 +39,17 @@ def engine_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineJob:
-    """What one engine process has to do. ``prompts`` are token ids, computed in this order."""
+    """What one engine process has to do. ``prompts`` are token ids, computed in this order.
+
+    ``again``: each is computed once more, with what vLLM's own cache holds of it.
+    """
 
     model: str
     connector_settings: dict[str, object]
     prompts: list[list[int]]
     output_tokens: int
+    dtype: str = "float32"
+    again: bool = False
 
     @property
     def engine_arguments(self) -> dict[str, Any]:
@@ -54,7 +59,7 @@ class EngineJob:
         return {
             "model": self.model,
             "skip_tokenizer_init": True,
-            "dtype": "float32",
+            "dtype": self.dtype,
             "seed": 0,
             "enforce_eager": True,
             "block_size": BLOCK_TOKENS,

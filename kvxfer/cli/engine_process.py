@@ -8,7 +8,9 @@ Standard output gets one JSON object a line (``event`` names its kind), everythi
 prints goes to standard error:
 
     ready    the engine is up                    start_s
-    prompt   one prompt is done                  tokens, logprobs, first_token_s, hit_tokens
+    prompt   one prompt is done                  tokens, logprobs, first_token_s, hit_tokens,
+                                                 local_hit_tokens
+    again    it is done once more (``job.again``), the same
     done     the engine has ended, saves too     saved and loaded: num_values, num_bytes, seconds
 """
 
@@ -26,9 +28,12 @@ from kvxfer.cli.engine_job import BLOCK_TOKENS, CORRUPT_VARIABLE, EngineJob
 from kvxfer.cli.store_tap import Meter, TappedStore, tap_open_store
 
 WARM_UP_TOKENS = BLOCK_TOKENS // 2
-"""Below one block: the warm-up request touches no store."""
+"""The end of a prompt, below one block: the warm-up request touches no store. Where vLLM takes a
+smaller block than it is asked for, what it saves is no prompt's beginning."""
 IDLE_STEP_S = 0.001
 """Pause after a step without output, as vLLM's own loop makes while transfers run."""
+EXTERNAL_HITS = "vllm:external_prefix_cache_hits"
+LOCAL_HITS = "vllm:prefix_cache_hits"
 
 Emit = Callable[[str, dict[str, object]], None]
 
@@ -47,10 +52,12 @@ def run_job(job: EngineJob, emit: Emit) -> None:
     started = time.perf_counter()
     engine = _Engine(job)
     try:
-        engine.compute(job.prompts[0][:WARM_UP_TOKENS])
+        engine.compute(job.prompts[0][-WARM_UP_TOKENS:])
         emit("ready", {"start_s": time.perf_counter() - started})
         for prompt in job.prompts:
             emit("prompt", engine.compute(prompt))
+            if job.again:
+                emit("again", engine.compute(prompt))
     finally:
         engine.close()
 
@@ -75,7 +82,7 @@ class _Engine:
     def compute(self, prompt: list[int]) -> dict[str, object]:
         """Return tokens, their logprobs, seconds to the first and hit tokens of one prompt."""
         engine = self._llm.llm_engine
-        hits_before = self._external_hits()
+        hits_before, local_before = self._count(EXTERNAL_HITS), self._count(LOCAL_HITS)
         started, first_token_s = time.perf_counter(), 0.0
         self._num_requests += 1
         prompt_input = {"prompt_token_ids": prompt}
@@ -97,15 +104,15 @@ class _Engine:
                 for place, token in zip(completion.logprobs, tokens, strict=True)
             ],
             "first_token_s": first_token_s,
-            "hit_tokens": self._external_hits() - hits_before,
+            "hit_tokens": self._count(EXTERNAL_HITS) - hits_before,
+            "local_hit_tokens": self._count(LOCAL_HITS) - local_before,
         }
 
     def close(self) -> None:
         """End the engine: its connector's shutdown waits for the saves."""
         self._llm.llm_engine.engine_core.shutdown()
 
-    def _external_hits(self) -> int:
-        name = "vllm:external_prefix_cache_hits"
+    def _count(self, name: str) -> int:
         return sum(int(m.value) for m in self._llm.get_metrics() if m.name == name)
 
 

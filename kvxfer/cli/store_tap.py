@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import kvxfer.stores
-from kvxfer.stores.base import Outcome, Store, StoreStats
+from kvxfer.stores.base import Outcome, Store, StoredValue, StoreStats
 
 
 @dataclass(slots=True)
@@ -36,7 +36,8 @@ class TappedStore(Store):
     """Passes every call on to ``store``.
 
     ``puts`` and ``gets`` meter what really moved (outcome ``OK``). With ``corrupt``, each value
-    is stored with its halves exchanged: the right size, finite numbers, the wrong cache.
+    is stored with its halves exchanged: the right size, finite numbers, the wrong cache. Values
+    pass packed, whatever the store takes: in parts they could be neither counted nor damaged here.
     """
 
     def __init__(self, store: Store, corrupt: bool = False) -> None:
@@ -48,6 +49,10 @@ class TappedStore(Store):
     def register(self, buffer: memoryview) -> None:
         """Pass on."""
         self._store.register(buffer)
+
+    def watch_evictions(self, on_evicted: Callable[[Sequence[bytes]], None]) -> None:
+        """Pass on."""
+        self._store.watch_evictions(on_evicted)
 
     def exists(self, keys: Sequence[bytes]) -> bytearray:
         """Pass on."""
@@ -76,6 +81,10 @@ class TappedStore(Store):
     def remove_prefix(self, prefix: bytes) -> int:
         """Pass on."""
         return self._store.remove_prefix(prefix)
+
+    def scan(self, prefix: bytes) -> Iterator[StoredValue]:
+        """Pass on."""
+        return self._store.scan(prefix)
 
     def stats(self) -> StoreStats:
         """Pass on."""

@@ -36,6 +36,7 @@ from vllm.v1.request import Request
 
 from kvxfer.blocks import BlockLayout
 from kvxfer.config import KVXferConfig
+from kvxfer.errors import UnsupportedError
 from kvxfer.vllm_specs.engine import EngineFacts, check_version, read_config, read_engine
 from kvxfer.vllm_specs.names import ValueNames, content_format, name_values
 from kvxfer.vllm_specs.offline_layers import refuse_what_takes_an_engine, stage_layers
@@ -216,6 +217,8 @@ def _settle_block_sizes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig)
     groups = kv_cache_config.kv_cache_groups
     sizes = [g.kv_cache_spec.block_size for g in groups if g.kv_cache_spec.prefix_cacheable]
     every = [g.kv_cache_spec.block_size for g in groups]
+    if not every:
+        raise UnsupportedError("this model keeps no KV cache: there is nothing to store")
     vllm_config.cache_config.block_size = min(sizes or every)
     vllm_config.cache_config.num_gpu_blocks = kv_cache_config.num_blocks
     block, unit = kv_cache_utils.resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """``kvxfer doctor`` as a user runs it: real vLLM, real stores, a real Mooncake master."""
 
+import http.client
 import json
 import os
 import subprocess
 import sys
 
 import pytest
-from mooncake_servers import MIB, require_client, servers
+from mooncake_servers import HOST, MIB, require_client, servers
 
 from kvxfer.cli.checkpoint import LlamaShape, write_llama
 from kvxfer.cli.deployment import default_transfer
-from kvxfer.stores import open_store
+from kvxfer.cli.doctor.pool_memory import allocated_bytes
+from kvxfer.stores import Outcome, open_store
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -107,3 +109,25 @@ def test_doctor_finds_a_pool_without_memory(tmp_path):
         status, bad, _ = doctor(config(uri))
     assert status == 1
     assert set(bad) == {"mooncake.segment"}
+
+
+@pytest.mark.parametrize("num_bytes", [17, 65_537, 131_088, 155_648, 163_840])
+def test_values_take_of_a_pool_what_doctor_expects(tmp_path, num_bytes):
+    require_client()
+    keys = [f"value-{number}".encode() for number in range(3)]
+    with servers(tmp_path, 16 * MIB) as started:
+        store = open_store(started.master.uri())
+        sources = [memoryview(bytes(num_bytes)) for _ in keys]
+        assert store.put_from(keys, sources) == [Outcome.OK] * 3
+        first, second, third = sorted(addresses(started.master, keys))
+        store.close()
+    assert (second - first, third - second) == (allocated_bytes(num_bytes),) * 2
+
+
+def addresses(master, keys):
+    """Return where in their segment a master has put values."""
+    connection = http.client.HTTPConnection(HOST, master.metrics_port, timeout=10)
+    connection.request("GET", "/batch_query_keys?keys=" + ",".join(map(bytes.decode, keys)))
+    answer = json.loads(connection.getresponse().read())
+    connection.close()
+    return [found["values"][0]["buffer_address_"] for found in answer["data"].values()]

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvxfer.errors import UnsupportedError
-from kvxfer.vllm_specs import offline_layers
+from kvxfer.vllm_specs import offline, offline_layers
 
 
 def config(stages=1, method=None, context=1):
@@ -89,3 +89,8 @@ def test_process_groups_are_those_of_the_first_rank_of_a_stage(groups):
     assert parallel.rank == 4
     stage = offline_layers.parallel_state._PP
     assert (stage.is_first_rank, stage.is_last_rank) == (False, True)
+
+
+def test_model_without_a_cache_is_refused_by_saying_so():
+    with pytest.raises(UnsupportedError, match="nothing to store"):
+        offline._settle_block_sizes(None, SimpleNamespace(kv_cache_groups=[]))

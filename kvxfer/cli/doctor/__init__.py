@@ -9,7 +9,8 @@
     uris          store URIs
     lmdb          embedded stores: folder, disk, contents, one value
     mooncake      pools: client, master, segment, RDMA, one value
-    model         cache groups, shards, staging, sizes
+    pool_memory   what values take of a pool beside their bytes
+    model         cache groups, shards, staging, sizes, waste
 
 A check is a function from ``Surroundings`` to findings. Faults are planted one by one in
 ``tests/unit/cli/test_doctor.py``. What only vLLM and torch know comes from a process of its own

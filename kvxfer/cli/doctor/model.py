@@ -11,6 +11,12 @@ from typing import Any
 from rich.filesize import decimal
 
 from kvxfer.cli.doctor.findings import Check, Finding, fault, note, ok, warning
+from kvxfer.cli.doctor.pool_memory import (
+    EVICTS_AT,
+    allocated_bytes,
+    full_share,
+    watermark_below,
+)
 from kvxfer.cli.doctor.surroundings import Surroundings
 from kvxfer.errors import ConfigError
 from kvxfer.keys import MAX_HASH_BYTES, key_prefix
@@ -126,18 +132,40 @@ def _size(around: Surroundings) -> Iterator[Finding]:
 def _waste(around: Surroundings) -> Iterator[Finding]:
     if (answer := _described(around)) is None:
         return
+    values = _values(answer)
     for uri in around.stores():
-        if uri.scheme != "lmdb":
-            continue
-        values = _values(answer)
-        spent = sum(cost_bytes(PAGE_BYTES, KEY_BYTES, size) for size in values)
-        share = spent / sum(values) - 1
-        text = f"whole pages and books add {share:.1%} to the values in the embedded store"
-        if share > WORST_WASTE:
-            yield warning(text, "use larger blocks (--block-size), or fewer shards (store_tp)")
-        else:
-            yield ok(text)
-        yield from _largest_value(uri.text, _capacity(around, uri.text), max(values))
+        if uri.scheme == "lmdb":
+            yield _pages(values)
+            yield from _largest_value(uri.text, _capacity(around, uri.text), max(values))
+        elif uri.scheme == "mooncake":
+            yield _rounding(values)
+
+
+def _pages(values: Sequence[int]) -> Finding:
+    """Return what an embedded store adds to the values."""
+    spent = sum(cost_bytes(PAGE_BYTES, KEY_BYTES, size) for size in values)
+    share = spent / sum(values) - 1
+    text = f"whole pages and books add {share:.1%} to the values in the embedded store"
+    if share > WORST_WASTE:
+        return warning(text, "use larger blocks (--block-size), or fewer shards (store_tp)")
+    return ok(text)
+
+
+def _rounding(values: Sequence[int]) -> Finding:
+    """Return what Mooncake's allocator adds to the values, and whether the master sees it."""
+    share = full_share(values)
+    largest = max(values)
+    text = (
+        f"Mooncake's allocator adds {1 / share - 1:.1%} to the values (one of {largest:,} bytes "
+        f"takes {allocated_bytes(largest):,}): the pool is full when its master counts {share:.1%}"
+    )
+    if share >= EVICTS_AT:
+        return ok(text)
+    return warning(
+        f"{text}, and evicts from {EVICTS_AT:.0%} by default: puts fail before it does",
+        f"start mooncake_master with --eviction_high_watermark_ratio={watermark_below(share):g}, "
+        "or use another --block-size",
+    )
 
 
 def _largest_value(text: str, capacity: int, largest: int) -> Iterator[Finding]:

@@ -495,6 +495,12 @@ def values_are_small(site):
     site.model["groups"][0]["value_bytes"] = [4_100]
 
 
+@warn("model.waste", "puts fail before it does")
+def pool_is_full_before_its_master_evicts(site):
+    site.use_pool("mooncake://127.0.0.1:50051?segment=4GiB")
+    site.model["groups"][0]["value_bytes"] = [131_088]
+
+
 @warn("install.vllm", "as a library only")
 def vllm_is_missing(site):
     del site.versions["vllm"]

@@ -25,16 +25,18 @@ def test_demo_help_offers_model_store_length_and_count():
 
 def test_demo_passes_its_options_and_exit_code(demo_options, tmp_path):
     arguments = ["--model", str(tmp_path), "--store", "lmdb:///s", "--prompt-tokens", "40"]
-    result = CliRunner().invoke(cli.app, ["demo", *arguments, "--prompts", "2", "--keep"])
+    arguments += ["--dtype", "bfloat16", "--prompts", "2", "--keep"]
+    result = CliRunner().invoke(cli.app, ["demo", *arguments])
     assert result.exit_code == 1
     (options,) = demo_options
     assert (options.model, options.store) == (tmp_path.resolve(), "lmdb:///s")
+    assert options.dtype == "bfloat16"
     assert (options.prompt_tokens, options.num_prompts, options.keep) == (40, 2, True)
 
 
-def test_demo_computes_prompts_of_1500_tokens_by_default(demo_options):
+def test_demo_leaves_length_and_type_to_the_model_by_default(demo_options):
     CliRunner().invoke(cli.app, ["demo"])
-    assert demo_options[0].prompt_tokens == 1500
+    assert (demo_options[0].prompt_tokens, demo_options[0].dtype) == (None, None)
 
 
 @pytest.mark.parametrize(

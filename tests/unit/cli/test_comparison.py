@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import dataclasses
 import io
 
 import pytest
@@ -83,3 +84,47 @@ def rendered(comparison):
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(comparison.table())
     return console.export_text()
+
+
+def again_report(*results):
+    return dataclasses.replace(COLD, again=list(results))
+
+
+HIT = PromptResult([5, 9], [-0.5, -1.0], 0.2, 0, 64)
+OTHER = PromptResult([7, 8], [-0.25, -2.0], 0.2, 0, 64)
+
+
+def test_hit_of_vllms_own_cache_is_the_reference():
+    comparison = Comparison(100, again_report(HIT, OTHER), warm_report(tokens=(5, 9)))
+    assert comparison.failures() == []  # although the cold run has [5, 6]
+    assert "vLLM's own cache" in rendered(comparison)
+    comparison = Comparison(100, again_report(HIT, OTHER), warm_report(tokens=(5, 6)))
+    assert comparison.failures() == ["outputs differ: prompt 1, output token 2"]
+
+
+@pytest.mark.parametrize(
+    "again",
+    [dataclasses.replace(HIT, local_hit_tokens=32), dataclasses.replace(HIT, hit_tokens=32)],
+    ids=["another_length", "of_the_store"],
+)
+def test_a_hit_of_another_kind_is_no_reference(again):
+    comparison = Comparison(100, again_report(again, OTHER), warm_report(tokens=(5, 6)))
+    assert comparison.failures() == []
+    assert "vLLM's own cache (1 with the cold run)" in rendered(comparison)
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+def test_rounding_is_named_where_it_may_be_the_reason(rounds):
+    comparison = Comparison(100, COLD, warm_report(tokens=(5, 9)), rounds=rounds)
+    reasons = comparison.failures()
+    assert ["2 prompt(s) could be compared with a cold run" in r for r in reasons[1:]] == (
+        [True] if rounds else []
+    )
+    local = Comparison(100, again_report(HIT, OTHER), warm_report(tokens=(5, 6)), rounds=rounds)
+    assert len(local.failures()) == 1
+
+
+def test_table_says_that_only_cold_runs_could_be_compared():
+    results = [dataclasses.replace(each, local_hit_tokens=0) for each in (HIT, OTHER)]
+    text = rendered(Comparison(100, again_report(*results), warm_report()))
+    assert any("compared with" in line and "the cold run" in line for line in text.splitlines())

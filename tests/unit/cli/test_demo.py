@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo around its engines: prompts, stores, exit codes, what stays on disk."""
 
+import dataclasses
 import io
-import json
 
 import pytest
 from rich.console import Console
 
 import kvxfer.cli.demo as demo
+from kvxfer.cli.checkpoint import DEMO_SHAPE
+from kvxfer.cli.demo_model import DemoModel
 from kvxfer.cli.engine_client import EngineProcessError, EngineReport, Moved, PromptResult
 from kvxfer.cli.engine_job import CORRUPT_VARIABLE
-from kvxfer.errors import ConfigError
+from kvxfer.stores.lmdb_ledger import LIMIT_SHARE
+from kvxfer.stores.lmdb_writer import LARGEST_VALUE_SHARE
 
 
 class FakeEngines:
@@ -25,19 +28,32 @@ class FakeEngines:
         self.logs.append(log)
         log.write_text("what vLLM printed")
         if self._fail:
-            raise EngineProcessError("an engine ended with 1")
+            raise EngineProcessError("an engine ended with 1: [no tag]")
         cold = len(self.jobs) == 1
         token, hits = (9, 0) if cold else (self._warm_token, self._warm_hits)
         results = [PromptResult([token], [-1.0], 0.1, hits) for _ in job.prompts]
         return EngineReport(results, Moved(1, 8, 0.1), Moved(1, 8, 0.1))
 
 
+TOKEN_BYTES = 1000
+
+
 @pytest.fixture
-def model(tmp_path):
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"vocab_size": 300}))
-    return folder
+def model(monkeypatch, tmp_path):
+    """Return the folder of a model of which vLLM says what this fixture does."""
+
+    def read_model(folder, dtype):
+        return DemoModel(
+            folder=folder,
+            dtype=dtype,
+            vocab_size=300,
+            longest=10_000,
+            hit_tokens=16,
+            groups=[(16, 16 * TOKEN_BYTES)],
+        )
+
+    monkeypatch.setattr(demo, "read_model", read_model)
+    return tmp_path / "model"
 
 
 def run(monkeypatch, tmp_path, engines, **options):
@@ -67,9 +83,28 @@ def test_demo_gives_both_engines_the_same_job(monkeypatch, tmp_path, model):
     engines = FakeEngines()
     run(monkeypatch, tmp_path, engines, model=model, prompt_tokens=40, num_prompts=3)
     cold, warm = engines.jobs
-    assert cold == warm
+    assert dataclasses.replace(cold, again=False) == warm
     assert [len(prompt) for prompt in cold.prompts] == [40, 40, 40]
     assert cold.model == str(model)
+
+
+def test_demo_compares_a_users_model_with_its_own_hits(monkeypatch, tmp_path, model):
+    engines = FakeEngines()
+    run(monkeypatch, tmp_path, engines, model=model)
+    assert [(job.again, job.dtype) for job in engines.jobs] == [(True, "auto"), (False, "auto")]
+
+
+def test_demo_computes_in_the_type_that_is_asked_for(monkeypatch, tmp_path, model):
+    engines = FakeEngines()
+    run(monkeypatch, tmp_path, engines, model=model, dtype="float32")
+    assert engines.jobs[0].dtype == "float32"
+
+
+def test_demo_that_cannot_begin_leaves_nothing_behind(monkeypatch, tmp_path, model):
+    status, printed = run(monkeypatch, tmp_path, FakeEngines(), model=model, prompt_tokens=20_000)
+    assert status == 1
+    assert "FAILED: sequences of" in printed
+    assert list((tmp_path / "work").iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -77,7 +112,7 @@ def test_demo_gives_both_engines_the_same_job(monkeypatch, tmp_path, model):
     [
         (FakeEngines(warm_token=8), "outputs differ: prompt 1, output token 1"),
         (FakeEngines(warm_hits=0), "nothing hit"),
-        (FakeEngines(fail=True), "an engine ended with 1"),
+        (FakeEngines(fail=True), "an engine ended with 1: [no tag]"),
     ],
     ids=["differ", "no_hit", "engine_failed"],
 )
@@ -93,16 +128,21 @@ def test_failed_demo_says_why_and_keeps_only_the_logs(
 
 def test_demo_makes_its_own_model_and_keeps_it_if_asked(monkeypatch, tmp_path):
     made = []
-    monkeypatch.setattr(demo, "write_llama", lambda folder, shape: made.append(write(folder)))
-    status, _ = run(monkeypatch, tmp_path, FakeEngines(), keep=True)
+
+    def write_llama(folder, shape):
+        made.append(shape)
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+
+    monkeypatch.setattr("kvxfer.cli.demo_model.write_llama", write_llama)
+    engines = FakeEngines()
+    status, _ = run(monkeypatch, tmp_path, engines, keep=True)
     assert status == 0
-    assert len(made) == 1
+    assert made == [DEMO_SHAPE]
     assert "config.json" in files_left(tmp_path)
-
-
-def write(folder):
-    folder.mkdir()
-    (folder / "config.json").write_text('{"vocab_size": 300}')
+    cold, warm = engines.jobs
+    assert cold == warm  # in float32 a cold run is reference enough
+    assert (cold.dtype, len(cold.prompts[0])) == ("float32", 1500)
 
 
 def test_demo_says_that_values_are_damaged(monkeypatch, tmp_path, model):
@@ -148,7 +188,24 @@ def test_own_store_holds_every_prompt(monkeypatch, tmp_path, model):
     engines = FakeEngines()
     run(monkeypatch, tmp_path, engines, model=model, prompt_tokens=9000, num_prompts=10)
     capacity = int(engines.jobs[0].connector_settings["store"].partition("capacity=")[2])
-    assert capacity > 9000 * 10 * demo.DEMO_SHAPE.kv_token_bytes
+    assert capacity >= 2 * 9000 * 10 * TOKEN_BYTES
+
+
+def test_own_store_takes_large_values(monkeypatch, tmp_path):
+    large = DemoModel(
+        folder=tmp_path,
+        dtype="auto",
+        vocab_size=300,
+        longest=None,
+        hit_tokens=16,
+        groups=[(16, 1 << 28), (16, 100)],
+    )
+    monkeypatch.setattr(demo, "read_model", lambda folder, dtype: large)
+    engines = FakeEngines()
+    options = {"num_prompts": 1, "prompt_tokens": 33}
+    run(monkeypatch, tmp_path, engines, model=tmp_path, **options)
+    capacity = int(engines.jobs[0].connector_settings["store"].partition("capacity=")[2])
+    assert LIMIT_SHARE * capacity > LARGEST_VALUE_SHARE * (1 << 28)
 
 
 def test_prompts_are_random_and_repeatable():
@@ -157,19 +214,3 @@ def test_prompts_are_random_and_repeatable():
     assert first[0] != first[1]
     assert min(map(min, first)) >= 3
     assert max(map(max, first)) < 300
-
-
-@pytest.mark.parametrize(
-    "config", [{"vocab_size": 300}, {"text_config": {"vocab_size": 300}}], ids=["flat", "nested"]
-)
-def test_vocab_size_is_read_from_the_checkpoint(tmp_path, config):
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert demo.vocab_size_of(tmp_path) == 300
-
-
-@pytest.mark.parametrize("text", [None, "{", "{}"], ids=["missing", "malformed", "no_size"])
-def test_a_folder_without_checkpoint_is_refused_with_its_path(tmp_path, text):
-    if text is not None:
-        (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"no vocab_size in .*config\.json"):
-        demo.vocab_size_of(tmp_path)

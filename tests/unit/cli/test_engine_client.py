@@ -20,7 +20,7 @@ GOOD = """
     for prompt in job["prompts"]:
         print(json.dumps({
             "event": "prompt", "tokens": prompt, "logprobs": [-1.0] * len(prompt),
-            "first_token_s": 0.5, "hit_tokens": len(prompt),
+            "first_token_s": 0.5, "hit_tokens": len(prompt), "local_hit_tokens": 7,
         }), flush=True)
     moved = {"num_values": 2, "num_bytes": 4000, "seconds": 0.5}
     print(json.dumps({"event": "done", "saved": moved, "loaded": moved}))
@@ -37,11 +37,42 @@ def test_run_engine_returns_the_report_of_every_prompt(tmp_path):
     events = []
     report = run(GOOD, tmp_path, events)
     assert report.prompts == [
-        PromptResult([3, 4], [-1.0, -1.0], 0.5, 2),
-        PromptResult([5], [-1.0], 0.5, 1),
+        PromptResult([3, 4], [-1.0, -1.0], 0.5, 2, 7),
+        PromptResult([5], [-1.0], 0.5, 1, 7),
     ]
+    assert report.again == []
     assert report.saved == report.loaded == Moved(2, 4000, 0.5)
     assert events == ["ready", "prompt", "prompt", "done"]
+
+
+def test_run_engine_keeps_what_was_computed_again_apart(tmp_path):
+    once_more = """
+    for prompt in job["prompts"]:
+        print(json.dumps({
+            "event": "again", "tokens": [8], "logprobs": [-2.0],
+            "first_token_s": 0.25, "hit_tokens": 0, "local_hit_tokens": 32,
+        }), flush=True)
+    """
+    head, tail = GOOD.split("    moved =")
+    report = run(head + once_more + "moved =" + tail, tmp_path)
+    assert len(report.prompts) == 2
+    assert report.again == [PromptResult([8], [-2.0], 0.25, 0, 32)] * 2
+
+
+@pytest.mark.parametrize(
+    "before", ["", "[rank0]: ", "torch.cuda."], ids=["plain", "rank", "module"]
+)
+def test_run_engine_says_the_last_error_of_the_log(tmp_path, before):
+    program = f"""
+        import sys
+        sys.stdin.read()
+        print("ValueError: first", "[rank0]: Traceback", file=sys.stderr, sep="\\n")
+        sys.exit("{before}RuntimeError: no weights here")
+    """
+    with pytest.raises(
+        EngineProcessError, match=r"before its job was done: RuntimeError: no weights here; see"
+    ):
+        run(program, tmp_path)
 
 
 def test_run_engine_sends_noise_to_the_log_and_sets_the_environment(tmp_path):

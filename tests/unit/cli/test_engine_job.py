@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+import dataclasses
+
 import pytest
 
 from kvxfer.cli.engine_job import BLOCK_TOKENS, EngineJob, engine_environment
@@ -49,3 +51,9 @@ def test_environment_is_offline_whatever_the_caller_has():
 @pytest.mark.parametrize(("given", "expected"), [({}, "1"), ({"VLLM_CPU_KVCACHE_SPACE": "4"}, "4")])
 def test_environment_leaves_the_cache_size_to_the_caller(given, expected):
     assert engine_environment(given)["VLLM_CPU_KVCACHE_SPACE"] == expected
+
+
+def test_engine_computes_in_the_type_of_the_job():
+    assert job(48, 16).engine_arguments["dtype"] == "float32"
+    own = dataclasses.replace(job(48, 16), dtype="auto")
+    assert own.engine_arguments["dtype"] == "auto"

@@ -1,9 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
+from unittest.mock import create_autospec
+
 import pytest
 
 import kvxfer.stores
 from kvxfer.cli.store_tap import TappedStore, halves_exchanged, tap_open_store
 from kvxfer.stores.base import Outcome, Store, StoreStats
+from kvxfer.stores.parts import TransferMode
+
+VALUE = memoryview(b"value")
+CALLS = {
+    "register": (VALUE,),
+    "watch_evictions": (print,),
+    "exists": ([b"key"],),
+    "get_into": ([b"key"], [VALUE]),
+    "put_from": ([b"key"], [VALUE]),
+    "remove": ([b"key"],),
+    "remove_prefix": (b"k",),
+    "scan": (b"k",),
+    "stats": (),
+    "close": (),
+}
+NOT_OFFERED = {"transfer_mode", "most_parts", "get_parts", "put_parts"}
+"""What the tap has not: values pass packed."""
 
 
 class DictStore(Store):
@@ -49,7 +68,29 @@ def inner():
     return DictStore()
 
 
-def test_tap_passes_every_call_on(inner):
+def test_tap_knows_everything_that_a_store_offers():
+    offered = {name for name in vars(Store) if not name.startswith("_")}
+    assert offered == set(CALLS) | NOT_OFFERED, "forward it, and say here with which arguments"
+    assert set(CALLS) <= set(vars(TappedStore))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_tap_passes_each_call_on_and_returns_the_answer(name):
+    store = create_autospec(Store, instance=True)
+    answer = [Outcome.OK] if name in ("get_into", "put_from") else object()
+    getattr(store, name).return_value = answer
+    found = getattr(TappedStore(store), name)(*CALLS[name])
+    getattr(store, name).assert_called_once_with(*CALLS[name])
+    assert found is (None if name in ("register", "watch_evictions", "close") else answer)
+
+
+def test_tap_has_values_handed_over_packed():
+    offers = {"transfer_mode": TransferMode.DIRECT, "most_parts": 9}
+    tap = TappedStore(create_autospec(Store, instance=True, **offers))
+    assert (tap.transfer_mode, tap.most_parts) == (TransferMode.PACKED, 0)
+
+
+def test_tap_works_as_the_store_does(inner):
     tap, target = TappedStore(inner), bytearray(4)
     tap.register(memoryview(target))
     assert tap.put_from([b"a1"], [memoryview(b"abcd")]) == [Outcome.OK]
