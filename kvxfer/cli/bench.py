@@ -18,7 +18,7 @@ from rich.table import Table
 from kvxfer.cli.bench_cases import OURS, BenchSizes, Measured, measure_all
 from kvxfer.errors import UnsupportedError
 
-BAR_CELLS = 24
+BAR_CELLS = 20
 BAR_PIXELS = 420
 COLORS = {OURS: "#2a7f62"}
 OTHER_COLOR = "#b9c4cc"

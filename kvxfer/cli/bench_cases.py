@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.blocks import BlockLayout, gather, scatter
+from kvxfer.cli.bench_rivals import in_tree_search, torch_copies
 from kvxfer.hits import CacheGroup, Coordinator
 from kvxfer.stores import open_store
 
@@ -78,29 +79,27 @@ def _copies(sizes: BenchSizes) -> Iterator[Measured]:
     values = np.empty((sizes.num_blocks, layout.value_bytes), np.uint8)
     source = np.ones_like(values)
     rows = values.reshape(sizes.num_blocks, sizes.num_layers, sizes.fragment_bytes)
+    of_layers = [rows[:, layer] for layer in range(sizes.num_layers)]
+    torch_gather, torch_scatter = torch_copies(caches, ids, of_layers)
 
     def numpy_gather() -> None:
-        for layer, cache in enumerate(caches):
-            rows[:, layer] = cache[ids]
+        for cache, row in zip(caches, of_layers, strict=True):
+            row[:] = cache[ids]
 
     def numpy_scatter() -> None:
-        for layer, cache in enumerate(caches):
-            cache[ids] = rows[:, layer]
+        for cache, row in zip(caches, of_layers, strict=True):
+            cache[ids] = row
 
     memcpy = {"one memcpy": lambda: np.copyto(values, source)}
     kib = f"{sizes.num_layers} layers x {sizes.fragment_bytes >> 10} KiB"
-    yield _rates(
-        f"gather blocks of {kib}",
-        {OURS: lambda: gather(layout, block_ids, values), "NumPy": numpy_gather, **memcpy},
-        values.nbytes,
-        sizes.rounds,
-    )
-    yield _rates(
-        f"scatter blocks of {kib}",
-        {OURS: lambda: scatter(layout, block_ids, values), "NumPy": numpy_scatter, **memcpy},
-        values.nbytes,
-        sizes.rounds,
-    )
+    runs = {OURS: lambda: gather(layout, block_ids, values), "NumPy": numpy_gather, **torch_gather}
+    yield _rates(f"gather blocks of {kib}", {**runs, **memcpy}, values.nbytes, sizes.rounds)
+    runs = {
+        OURS: lambda: scatter(layout, block_ids, values),
+        "NumPy": numpy_scatter,
+        **torch_scatter,
+    }
+    yield _rates(f"scatter blocks of {kib}", {**runs, **memcpy}, values.nbytes, sizes.rounds)
 
 
 def _store(sizes: BenchSizes) -> Iterator[Measured]:
@@ -158,7 +157,9 @@ def _lookups(sizes: BenchSizes) -> Iterator[Measured]:
         ) -> None:
             coordinator.lookup(sizes.prompt_tokens, hashes, exists)
 
-        medians = {who: 1e3 * each for who, each in _medians({OURS: look}, sizes.rounds).items()}
+        rival = in_tree_search(sizes.prompt_tokens, BLOCK_TOKENS, hashes, answers.tolist())
+        seconds = _medians({OURS: look, **rival}, sizes.rounds)
+        medians = {who: 1e3 * each for who, each in seconds.items()}
         yield Measured(f"lookup of {sizes.prompt_tokens:,} tokens, {title}", "ms", False, medians)
 
 

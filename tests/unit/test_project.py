@@ -29,8 +29,9 @@ LAYERS = [
 ]
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 FACADE = {"connector", "scheduler", "worker", "messages", "vllm_specs", "observe"}
-# A program that the command line starts as a user would: it makes a vLLM engine.
-ENGINE_PROGRAM = "kvxfer/cli/engine_process.py"
+# A program that the command line starts as a user would, to make a vLLM engine, and what
+# `kvxfer bench` measures of vLLM's own.
+USERS_OF_VLLM = {"kvxfer/cli/engine_process.py", "kvxfer/cli/bench_rivals.py"}
 
 GENERATED_FOLDERS = {"build", "dist", "__pycache__"}
 GENERATED_SUFFIXES = {".so", ".pyc", ".c"}
@@ -145,7 +146,7 @@ def outside_the_facade():
     return [
         path
         for path in modules()
-        if part_of(path) not in FACADE and relative(path) != ENGINE_PROGRAM
+        if part_of(path) not in FACADE and relative(path) not in USERS_OF_VLLM
     ]
 
 

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from kvxfer.cli import bench, bench_cases
 from kvxfer.cli.app import app
 from kvxfer.cli.bench_cases import OURS, BenchSizes, Measured, measure_all
+from kvxfer.cli.bench_rivals import in_tree_search, torch_copies
 
 SMALL = BenchSizes(
     rounds=1,
@@ -41,9 +42,38 @@ def test_every_case_is_measured_with_its_rivals():
     assert len({each.title for each in found}) == len(found) == 7
     assert all(median > 0 for each in found for median in each.medians.values())
     gather = found[0]
-    assert set(gather.medians) == {OURS, "NumPy", "one memcpy"}
+    assert set(gather.medians) - {"torch"} == {OURS, "NumPy", "one memcpy"}
+    assert set(found[-1].medians) - {"vLLM in-tree"} == {OURS}
     assert gather.more_is_better
     assert not found[-1].more_is_better
+
+
+def test_torch_copies_what_ours_does():
+    pytest.importorskip("torch")
+    caches = [np.arange(layer, layer + 24, dtype=np.uint8).reshape(6, 4) for layer in (0, 100)]
+    ids = np.array([4, 1])
+    rows = np.zeros((2, 2, 4), np.uint8)  # value, layer, bytes
+    gather, scatter = torch_copies(caches, ids, [rows[:, layer] for layer in range(2)])
+    gather["torch"]()
+    assert np.array_equal(rows, np.stack([cache[ids] for cache in caches], axis=1))
+    rows[...] = 7
+    scatter["torch"]()
+    assert all((cache == 7).all(axis=1).tolist() == [0, 1, 0, 0, 1, 0] for cache in caches)
+
+
+@pytest.mark.parametrize(("flags", "hit_tokens"), [([1, 1, 1], 48), ([1, 0, 1], 16), ([0] * 3, 0)])
+def test_vllms_search_answers_the_hit(flags, hit_tokens):
+    pytest.importorskip("vllm")
+    hashes = [bytes([number]) * 32 for number in range(3)]
+    (search,) = in_tree_search(48, 16, hashes, flags).values()
+    assert search() == hit_tokens
+
+
+def test_rivals_that_are_not_installed_are_left_out(monkeypatch):
+    for name in ("torch", "vllm"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert torch_copies([], np.zeros(0, np.int64), []) == ({}, {})
+    assert in_tree_search(16, 16, [bytes(32)], [1]) == {}
 
 
 def test_medians_leave_the_warm_up_out_and_take_turns(monkeypatch):
@@ -57,8 +87,8 @@ def test_medians_leave_the_warm_up_out_and_take_turns(monkeypatch):
 
 def test_bench_shows_a_table_with_bars(measured):
     shown = run().stdout
-    assert re.search(r"gather <blocks> +│ kvxfer +│ █{24} +│ +4 GB/s", shown)
-    assert re.search(r"one memcpy +│ █{12} +│ +2 GB/s", shown)
+    assert re.search(r"gather <blocks> +│ kvxfer +│ █{20} +│ +4 GB/s", shown)
+    assert re.search(r"one memcpy +│ █{10} +│ +2 GB/s", shown)
 
 
 def test_bench_prints_json(measured):
