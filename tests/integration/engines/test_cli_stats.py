@@ -175,6 +175,11 @@ def test_stats_of_a_live_server_are_those_of_a_scripted_run(server, store, promp
     assert "keys of" not in shown  # no failure of a load, a save or a key
 
 
+def heed_interrupts():
+    """Undo what a shell does to programs in its background, the tests' own process among them."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_stats_of_a_live_server_watch_until_they_are_interrupted(server):
     command = [sys.executable, "-m", "kvxfer.cli", "stats", "--url", f"{server.url}/metrics"]
     with subprocess.Popen(
@@ -182,6 +187,7 @@ def test_stats_of_a_live_server_watch_until_they_are_interrupted(server):
         stdout=subprocess.PIPE,
         text=True,
         env=os.environ | {"COLUMNS": "100", "FORCE_COLOR": "1"},  # as on a terminal: shown at once
+        preexec_fn=heed_interrupts,
     ) as process:
         assert process.stdout is not None
         shown = ""
