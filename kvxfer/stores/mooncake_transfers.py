@@ -115,7 +115,7 @@ class Transfers:
         move = self._load if side is Side.LOAD else self._save
         for places in cut(costs, len(batch), SLOT_BYTES):
             part = batch.part(places)
-            if self._link.state is not State.UP:  # lost or closed since the call began
+            if self._link.state is State.DOWN:  # lost since the call began: no more waiting
                 part.land([Outcome.FAILED] * len(part))
                 continue
             with self._placed(part, costs[places.start : places.stop], side) as ptrs:

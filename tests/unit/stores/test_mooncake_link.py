@@ -164,27 +164,6 @@ def test_a_store_answers_at_once_while_the_master_is_gone(monkeypatch):
     store.close()
 
 
-def test_a_call_of_many_parts_ends_where_the_store_is_closed(monkeypatch):
-    native = FakeNative()
-    store = open_fake(monkeypatch, native, "batch_keys=1")
-    closing = threading.Thread(target=store.close)
-
-    def get(names, ptrs, sizes):
-        closing.start()
-        while store._link.state is not State.CLOSED:
-            assert closing.is_alive()
-        return ...
-
-    native.values = {"0": b"a", "1": b"b"}
-    native.scripts["get"] = get
-    targets = [bytearray(1), bytearray(1)]
-    outcomes = store.get_into([b"0", b"1"], list(map(memoryview, targets)))
-    assert outcomes == [Outcome.OK, Outcome.FAILED]
-    assert targets == [b"a", b"\0"]
-    closing.join(10)
-    assert len(native.calls["get"]) == len(native.calls["close"]) == 1
-
-
 def test_a_call_of_many_parts_ends_where_the_master_is_lost(monkeypatch):
     native = FakeNative()
     store = open_fake(monkeypatch, native, "batch_keys=1")
