@@ -491,4 +491,28 @@ MUTATIONS = (
         "if False:",
         (SPECS,),
     ),
+    Mutation(
+        3,
+        "copies of one batch may write the same bytes",
+        "kvxfer/blocks/cuda_fragments.py",
+        "        _check_targets(copies)\n",
+        "",
+        ("tests/unit/blocks/test_cuda_fragments.py",),
+    ),
+    Mutation(
+        3,
+        "a client that was left behind in a call loses its memory",
+        "kvxfer/stores/mooncake_link.py",
+        "self._has_abandoned |= client is not None and not is_idle",
+        "pass",
+        ("tests/unit/stores/test_mooncake_link.py",),
+    ),
+    Mutation(
+        6,
+        "a drafter's layers behind stages pass for the target's",
+        "kvxfer/vllm_specs/layer_sets.py",
+        "not in target_layers",
+        ">= target_layers.stop",
+        (SPECS,),
+    ),
 )

@@ -68,7 +68,7 @@ class Link:
         self._client: Client | None = client  # guarded by _changed
         self._state = State.UP  # guarded by _changed
         self._num_calls = 0  # guarded by _changed
-        self._has_abandoned = False  # written by whoever ends a client, one at a time
+        self._has_abandoned = False  # guarded by _changed
         self._watcher: threading.Thread | None = None  # guarded by _changed
 
     @property
@@ -119,18 +119,20 @@ class Link:
             self._changed.notify_all()
         if watcher is not None:
             watcher.join(self._timeout_s)
-        return self._end_client() and not self._has_abandoned
+        has_ended = self._end_client()
+        with self._changed:
+            return has_ended and not self._has_abandoned
 
     def _end_client(self) -> bool:
         """Close the client once its calls have ended; False where that takes too long."""
         with self._changed:
             is_idle = self._changed.wait_for(lambda: self._num_calls == 0, self._timeout_s)
             client, self._client = self._client, None
+            self._has_abandoned |= client is not None and not is_idle
         if client is None:
             return True
         if not is_idle:
             _abandoned.append((client, self._memory))
-            self._has_abandoned = True
             self._counts.add("clients_abandoned")
             logger.error("a Mooncake client is stuck in a call; it is left behind")
             return False

@@ -8,13 +8,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 
 import pytest
 from engine_harness import START_TIMEOUT_S, EngineSettings
 from engine_models import BLOCK_TOKENS, TINY
-from mooncake_servers import BOUNDED, HOST, free_port
+from mooncake_servers import BOUNDED, HOST, free_port, wait_until
 
 pytest.importorskip("vllm")
 from kvxfer.cli.engine_job import engine_environment
@@ -51,7 +50,11 @@ class Server:
                 | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_SERVER_DEV_MODE": "1"},
                 process_group=0,  # not a session: see ``engine_harness.Engine``
             )
-        self._wait_until_it_answers()
+        try:
+            wait_until(self._answers, START_TIMEOUT_S)
+        except AssertionError:
+            self.kill()
+            raise
 
     def generate(self, prompt):
         """Compute a prompt, and two tokens."""
@@ -77,19 +80,14 @@ class Server:
         with urllib.request.urlopen(request, timeout=60) as answer:
             assert answer.status == 200
 
-    def _wait_until_it_answers(self):
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while True:
-            try:
-                urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
-            except OSError:
-                ended = self._process.poll() is not None or time.monotonic() > deadline
-                if ended:
-                    self.kill()
-                assert not ended, self._log.read_text(errors="replace")[-4000:]
-                time.sleep(0.1)
-            else:
-                return
+    def _answers(self):
+        """Whether it has started; fails where it has ended."""
+        assert self._process.poll() is None, self._log.read_text(errors="replace")[-4000:]
+        try:
+            urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
+        except OSError:
+            return False
+        return True
 
 
 def command_line(arguments):
